@@ -1,0 +1,19 @@
+"""The one exception for what a user typed or supplied, and the helper that suggests what they meant."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class InputError(ValueError):
+    """Something the user supplied is wrong. The message is one line: what was got, what was expected, what to do.
+
+    The command line prints it without a traceback and exits with code 2; every other exception is a bug of ours.
+    """
+
+
+def unknown_name(kind: str, got: str, options: Iterable[str]) -> InputError:
+    """An `InputError` for a name that is not one of `options`, with the closest ones suggested."""
+    names = sorted(options)
+    close = difflib.get_close_matches(got, names, n=1, cutoff=0.5)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return InputError(f"unknown {kind} {got!r}: {hint}known: {', '.join(names)}")

@@ -1,0 +1,247 @@
+"""calibration.json: what `odc calibrate` measured on one machine, typed, and refused where it is not understood.
+
+Times are seconds, sizes bytes. A *shard* is what one rank holds of a unit; `TransferSample.bytes` is its size.
+"""
+
+import dataclasses
+import math
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+from odc_sim.errors import InputError
+
+TransferOp = Literal["all_gather", "reduce_scatter", "gather", "scatter_accumulate"]
+ComputeUnit = Literal["layer", "head_loss", "embedding"]
+Direction = Literal["forward", "backward", "backward_recompute"]
+
+
+class _Check(NamedTuple):
+    """A range, and how an error message describes it."""
+
+    expected: str
+    holds: Callable[[Any], bool]
+
+
+Positive = Annotated[float, _Check("a number > 0", lambda value: value > 0)]
+NotNegative = Annotated[float, _Check("a number >= 0", lambda value: value >= 0)]
+Count = Annotated[int, _Check("a whole number >= 1", lambda value: value >= 1)]
+TokenCount = Annotated[int, _Check("a whole number >= 0", lambda value: value >= 0)]
+Lengths = Annotated[tuple[Count, ...], _Check("at least one length", lambda value: len(value) > 0)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TransferSample:
+    """One transfer, timed alone and, where the last two fields are given, beside compute."""
+
+    op: TransferOp
+    backend: str
+    world_size: Count
+    bytes: Count
+    dtype: str
+    p20_s: Positive
+    p50_s: Positive
+    p80_s: Positive
+    samples: Count
+    flagged: bool
+    """The pair alone / overlapped is not to be trusted, as when a slowdown came out below 1."""
+    overlapped_p50_s: Positive | None = None
+    slowdown_compute: Positive | None = None
+
+    @property
+    def slowdown_transfer(self) -> float | None:
+        """How many times longer it took beside compute; None where that was not measured."""
+        return None if self.overlapped_p50_s is None else self.overlapped_p50_s / self.p50_s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ComputeSample:
+    """One unit of one model on one microbatch with these sample lengths."""
+
+    model: str
+    unit: ComputeUnit
+    direction: Direction
+    lengths: Lengths
+    tokens: Count
+    p20_s: Positive
+    p50_s: Positive
+    p80_s: Positive
+    samples: Count
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fit:
+    """seconds = c0_s + c1_s_per_token * sum(s) + c2_s_per_token2 * sum(s^2), never below the host's floor_s.
+
+    Relative errors are fractions; the second is on microbatches the fit did not see.
+    """
+
+    model: str
+    unit: ComputeUnit
+    direction: Direction
+    c0_s: NotNegative
+    c1_s_per_token: NotNegative
+    c2_s_per_token2: NotNegative
+    floor_s: NotNegative
+    valid_tokens: tuple[TokenCount, TokenCount]
+    max_rel_error: NotNegative
+    heldout_max_rel_error: NotNegative
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerSample:
+    """Clipping and AdamW over a rank's shard of `parameters` elements, and publishing it as bf16 where measured."""
+
+    parameters: Count
+    step_s: Positive
+    publish_s: NotNegative | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostSample:
+    """Host time to enqueue one unit."""
+
+    seconds_per_unit_forward: NotNegative
+    seconds_per_unit_backward: NotNegative
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ceilings:
+    """The best that plain kernels reached: a large matrix product, a device copy, a peer copy (None: no peer)."""
+
+    gemm_flops: Positive
+    hbm_bytes_per_s: Positive
+    p2p_bytes_per_s: Positive | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Calibration:
+    """The whole file. `Calibration(**header(command, seed), transfers=...)` makes one to write."""
+
+    schema_version: int
+    toolkit_version: str
+    command: str
+    created: str
+    seed: int | None
+    environment: dict[str, Any]
+    transfers: tuple[TransferSample, ...] = ()
+    compute: tuple[ComputeSample, ...] = ()
+    fits: tuple[Fit, ...] = ()
+    optimizer: tuple[OptimizerSample, ...] = ()
+    host: HostSample | None = None
+    ceilings: Ceilings | None = None
+
+
+def load_calibration(path: str | Path) -> Calibration:
+    """Read a calibration file.
+
+    Raises InputError naming the field that is missing, unknown, mistyped, out of range or inconsistent.
+    """
+    from odc_sim.header import check_header, read_json
+
+    data = read_json(path)
+    check_header(data, path)
+    calibration: Calibration = _decode(Calibration, data, "", path)
+    _check_consistency(calibration, path)
+    return calibration
+
+
+def write_calibration(path: str | Path, calibration: Calibration) -> None:
+    """Write a calibration file that `load_calibration` accepts.
+
+    Raises InputError where the measurements are inconsistent or the path cannot be written.
+    """
+    from odc_sim.header import write_json
+
+    _check_consistency(calibration, path)
+    write_json(path, dataclasses.asdict(calibration))
+
+
+def _check_consistency(calibration: Calibration, path: str | Path) -> None:
+    for i, sample in enumerate(calibration.transfers):
+        where = f"{path}: transfers[{i}]"
+        _check_order(where, sample)
+        if sample.flagged:
+            continue
+        for name in ("slowdown_transfer", "slowdown_compute"):
+            slowdown = getattr(sample, name)
+            if slowdown is not None and slowdown < 1:
+                raise InputError(
+                    f"{where}.{name}: got {slowdown:.3g}, expected >= 1 or flagged = true: "
+                    "a slowdown below 1 is a measuring error; measure again"
+                )
+    for i, compute in enumerate(calibration.compute):
+        _check_order(f"{path}: compute[{i}]", compute)
+        total = sum(compute.lengths)
+        if compute.tokens != total:
+            raise InputError(f"{path}: compute[{i}].tokens: got {compute.tokens}, expected the sum of lengths, {total}")
+    for i, fit in enumerate(calibration.fits):
+        low, high = fit.valid_tokens
+        if low > high:
+            raise InputError(f"{path}: fits[{i}].valid_tokens: got [{low}, {high}], expected [least, most]")
+
+
+def _check_order(where: str, sample: TransferSample | ComputeSample) -> None:
+    if not sample.p20_s <= sample.p50_s <= sample.p80_s:
+        raise InputError(
+            f"{where}: got p20_s {sample.p20_s:g}, p50_s {sample.p50_s:g}, p80_s {sample.p80_s:g}, "
+            "expected p20_s <= p50_s <= p80_s"
+        )
+
+
+def _decode(hint: Any, value: Any, where: str, path: str | Path) -> Any:
+    """`value`, parsed from JSON, as the type `hint`; `where` is its place in the file."""
+
+    def refuse(expected: str) -> InputError:
+        return InputError(f"{path}: {where}: got {_show(value)}, expected {expected}")
+
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        if not isinstance(value, dict):
+            raise refuse("an object")
+        return _decode_object(hint, value, where, path)
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        decoded = _decode(arguments[0], value, where, path)
+        check: _Check = arguments[1]
+        if not check.holds(decoded):
+            raise refuse(check.expected)
+        return decoded
+    if origin in (Union, types.UnionType):  # only ever "X | None"
+        return None if value is None else _decode(arguments[0], value, where, path)
+    if origin is Literal:
+        if value not in arguments:
+            raise refuse("one of " + ", ".join(arguments))
+        return value
+    if origin is tuple:
+        variadic = arguments[-1] is Ellipsis
+        if not isinstance(value, list) or not (variadic or len(value) == len(arguments)):
+            raise refuse("a list" if variadic else f"a list of {len(arguments)}")
+        return tuple(_decode(arguments[0], item, f"{where}[{i}]", path) for i, item in enumerate(value))
+    if hint is float:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise refuse("a number")
+        return float(value)
+    plain = dict if origin is dict else hint
+    if not isinstance(value, plain) or (plain is int and isinstance(value, bool)):
+        raise refuse({str: "a text", int: "a whole number", bool: "true or false", dict: "an object"}[plain])
+    return value
+
+
+def _decode_object(kind: Any, value: dict[str, Any], where: str, path: str | Path) -> Any:
+    hints = get_type_hints(kind, include_extras=True)
+    prefix = f"{where}." if where else ""
+    for name in value:
+        if name not in hints:
+            raise InputError(f"{path}: {prefix}{name}: unknown field, expected one of {', '.join(hints)}")
+    for field in dataclasses.fields(kind):
+        if field.default is dataclasses.MISSING and field.name not in value:
+            raise InputError(f"{path}: {prefix}{field.name}: missing")
+    return kind(**{name: _decode(hints[name], item, prefix + name, path) for name, item in value.items()})
+
+
+def _show(value: object) -> str:
+    """A JSON value in a message: short ones whole, long ones by their type."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"a {type(value).__name__} of {len(text)} characters"

@@ -1,0 +1,295 @@
+"""Clusters: what a device computes, what its links carry, how transfers and compute slow each other.
+
+A cluster is a TOML file, built in (`odc_sim/hardware_data/`, whose README lists every field) or the user's own.
+`load_cluster` checks it and returns frozen dataclasses in SI units. Every section states where its numbers come from.
+"""
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from odc_sim.errors import InputError, unknown_name
+
+DATA_DIR = Path(__file__).parent / "hardware_data"
+
+Transport = Literal["collective", "odc"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Device:
+    """One accelerator: dense bf16 peak, vendor memory rate and memory size."""
+
+    name: str
+    peak_flops: float
+    hbm_bytes_per_s: float
+    memory_bytes: int
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Link:
+    """The links inside a node, one way and per device: what a large transfer reaches, and what an empty one takes.
+
+    A file may override `bytes_per_s` and `latency_s` for one transport; here every field is filled in.
+    """
+
+    bytes_per_s: float
+    latency_s: float
+    collective_bytes_per_s: float
+    collective_latency_s: float
+    one_sided_bytes_per_s: float
+    one_sided_latency_s: float
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Inter:
+    """The network between nodes."""
+
+    nics_per_node: int
+    nic_bytes_per_s: float
+    latency_s: float
+    source: str
+
+    @property
+    def node_bytes_per_s(self) -> float:
+        """What all network cards of a node carry together, one way."""
+        return self.nics_per_node * self.nic_bytes_per_s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Slowdown:
+    """How many times longer each takes when a transfer runs beside compute; both at least 1."""
+
+    transfer: float = 1.0
+    compute: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Overlap:
+    """The slowdowns of one transport, for unshards (gathers) and for reduces."""
+
+    unshard: Slowdown
+    reduce: Slowdown
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Host:
+    """Time the host needs to launch one unit: the floor under a unit's duration. 0 where not measured."""
+
+    seconds_per_unit_forward: float
+    seconds_per_unit_backward: float
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Efficiency:
+    """Fractions of peak_flops reached, counting the backward as two forwards and recompute as one more."""
+
+    linear: float
+    attention: float
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cluster:
+    """Nodes of equal devices. `inter` is None where only one node is described."""
+
+    name: str
+    devices_per_node: int
+    source: str
+    device: Device
+    intra: Link
+    inter: Inter | None
+    overlap: Mapping[Transport, Overlap]
+    host: Host
+    efficiency: Efficiency
+
+
+# What a file that does not give [efficiency] gets: the A100 fractions of hardware_data/a100-nvswitch-roce.toml.
+ASSUMED_EFFICIENCY = Efficiency(linear=0.649, attention=0.606, source="assumed: what the published A100 fit implies")
+NOT_MEASURED = "not measured"
+
+# The description of each type is what error messages say was expected.
+Text = Annotated[str, Field(min_length=1, description="a non-empty text")]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False, description="a number > 0")]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False, description="a number >= 0")]
+AtLeastOne = Annotated[float, Field(ge=1, allow_inf_nan=False, description="a number >= 1")]
+Fraction = Annotated[float, Field(gt=0, le=1, description="a fraction, > 0 and <= 1")]
+Count = Annotated[int, Field(ge=1, description="a whole number >= 1")]
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class _Section(_Table):
+    source: Annotated[str, Field(description="a text")] = "the user's file"
+
+
+class _ClusterSection(_Section):
+    name: Text
+    devices_per_node: Count
+
+
+class _DeviceSection(_Section):
+    name: Text
+    peak_flops: Positive
+    hbm_bytes_per_s: Positive
+    memory_bytes: Positive
+
+
+class _IntraSection(_Section):
+    bytes_per_s: Positive
+    latency_s: NotNegative
+    collective_bytes_per_s: Positive | None = Field(default=None, description="a number > 0")
+    collective_latency_s: NotNegative | None = Field(default=None, description="a number >= 0")
+    one_sided_bytes_per_s: Positive | None = Field(default=None, description="a number > 0")
+    one_sided_latency_s: NotNegative | None = Field(default=None, description="a number >= 0")
+
+
+class _InterSection(_Section):
+    nics_per_node: Count
+    nic_bytes_per_s: Positive
+    latency_s: NotNegative
+
+
+class _SlowdownTable(_Table):
+    slowdown_transfer: AtLeastOne = 1.0
+    slowdown_compute: AtLeastOne = 1.0
+
+
+class _TransportSection(_Section):
+    unshard: _SlowdownTable = Field(default_factory=_SlowdownTable, description="a table of slowdowns")
+    reduce: _SlowdownTable = Field(default_factory=_SlowdownTable, description="a table of slowdowns")
+
+
+class _OverlapSection(_Table):
+    collective: _TransportSection | None = Field(default=None, description="a table")
+    odc: _TransportSection | None = Field(default=None, description="a table")
+
+
+class _HostSection(_Section):
+    seconds_per_unit_forward: NotNegative
+    seconds_per_unit_backward: NotNegative
+
+
+class _EfficiencySection(_Section):
+    linear: Fraction
+    attention: Fraction
+
+
+class _ClusterFile(_Table):
+    cluster: _ClusterSection = Field(description="a table")
+    device: _DeviceSection = Field(description="a table")
+    intra: _IntraSection = Field(description="a table")
+    inter: _InterSection | None = Field(default=None, description="a table")
+    overlap: _OverlapSection = Field(default=_OverlapSection(), description="a table")
+    host: _HostSection | None = Field(default=None, description="a table")
+    efficiency: _EfficiencySection | None = Field(default=None, description="a table")
+
+
+def builtin_hardware() -> list[str]:
+    """Names of the built-in clusters, sorted."""
+    return sorted(path.stem for path in DATA_DIR.glob("*.toml"))
+
+
+def load_cluster(name_or_path: str | Path) -> Cluster:
+    """The built-in cluster of that name, or the one in that TOML file.
+
+    Raises InputError for an unknown name, an unreadable file, and any field that is missing, unknown or out of range.
+    """
+    text = str(name_or_path)
+    if text in builtin_hardware():
+        return _read(DATA_DIR / f"{text}.toml")
+    path = Path(text)
+    if path.suffix or path.name != text:
+        return _read(path)
+    raise unknown_name("hardware", text, builtin_hardware())
+
+
+def _read(path: Path) -> Cluster:
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror}), expected a cluster TOML file") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: not a TOML file: {error}") from None
+    try:
+        file = _ClusterFile.model_validate(data)
+    except ValidationError as error:
+        raise InputError(f"{path}: {_explain(error)}") from None
+    return _build(file)
+
+
+def _explain(error: ValidationError) -> str:
+    """The first problem in one line: where, what was got, what was expected; and how many more there are."""
+    problems = error.errors(include_url=False)
+    first = problems[0]
+    where = [str(part) for part in first["loc"]]
+    depth = 2 if where[0] == "overlap" else 1
+    section, field = ".".join(where[:depth]), ".".join(where[depth:])
+    place = f"[{section}] {field}" if field else f"[{section}]"
+    if first["type"] == "extra_forbidden":
+        known = _model_at(where[:-1]).model_fields
+        kind = f"field of [{'.'.join(where[:-1])}]" if len(where) > 1 else "section"
+        line = str(unknown_name(kind, where[-1], known))
+    else:
+        got = "nothing" if first["type"] == "missing" else repr(first["input"])
+        line = f"{place}: got {got}, expected {_model_at(where[:-1]).model_fields[where[-1]].description}"
+    more = len(problems) - 1
+    return line + (f" (and {more} more)" if more else "")
+
+
+def _model_at(where: list[str]) -> type[BaseModel]:
+    """The pydantic model that describes the table at this path."""
+    model: type[BaseModel] = _ClusterFile
+    for part in where:
+        annotation: Any = model.model_fields[part].annotation
+        options = getattr(annotation, "__args__", (annotation,))
+        model = next(option for option in options if isinstance(option, type) and issubclass(option, BaseModel))
+    return model
+
+
+def _build(file: _ClusterFile) -> Cluster:
+    intra, device, host = file.intra, file.device, file.host
+    return Cluster(
+        name=file.cluster.name,
+        devices_per_node=file.cluster.devices_per_node,
+        source=file.cluster.source,
+        device=Device(**{**device.model_dump(), "memory_bytes": int(device.memory_bytes)}),
+        intra=Link(
+            bytes_per_s=intra.bytes_per_s,
+            latency_s=intra.latency_s,
+            collective_bytes_per_s=_first(intra.collective_bytes_per_s, intra.bytes_per_s),
+            collective_latency_s=_first(intra.collective_latency_s, intra.latency_s),
+            one_sided_bytes_per_s=_first(intra.one_sided_bytes_per_s, intra.bytes_per_s),
+            one_sided_latency_s=_first(intra.one_sided_latency_s, intra.latency_s),
+            source=intra.source,
+        ),
+        inter=Inter(**file.inter.model_dump()) if file.inter else None,
+        overlap={"collective": _overlap(file.overlap.collective), "odc": _overlap(file.overlap.odc)},
+        host=Host(**host.model_dump())
+        if host
+        else Host(seconds_per_unit_forward=0.0, seconds_per_unit_backward=0.0, source=NOT_MEASURED),
+        efficiency=Efficiency(**file.efficiency.model_dump()) if file.efficiency else ASSUMED_EFFICIENCY,
+    )
+
+
+def _first(value: float | None, otherwise: float) -> float:
+    return otherwise if value is None else value
+
+
+def _overlap(section: _TransportSection | None) -> Overlap:
+    if section is None:
+        return Overlap(unshard=Slowdown(), reduce=Slowdown(), source=NOT_MEASURED)
+    return Overlap(unshard=_slowdown(section.unshard), reduce=_slowdown(section.reduce), source=section.source)
+
+
+def _slowdown(table: _SlowdownTable) -> Slowdown:
+    return Slowdown(transfer=table.slowdown_transfer, compute=table.slowdown_compute)

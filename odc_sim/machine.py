@@ -1,0 +1,82 @@
+"""What `--hardware` names: built-in hardware, a cluster TOML, or a calibration.json measured on the machine itself."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+
+from odc_sim.calibration import Calibration, load_calibration
+from odc_sim.hardware import Cluster, Host, Overlap, Slowdown, builtin_hardware, load_cluster
+
+# A slowdown is a rate, so it is read where transfers are long enough not to be all latency.
+LEAST_BYTES_FOR_SLOWDOWN = 1 << 20
+OPS = {"collective": ("all_gather", "reduce_scatter"), "odc": ("gather", "scatter_accumulate")}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """A cluster and, where one was given, the calibration that overrides its numbers."""
+
+    name: str
+    cluster: Cluster
+    calibration: Calibration | None
+
+
+def load_machine(name_or_path: str) -> Machine:
+    """The machine of `--hardware`.
+
+    Raises:
+        InputError: unknown name, or a file that is neither a cluster TOML nor a calibration.
+    """
+    if not name_or_path.endswith(".json"):
+        cluster = load_cluster(name_or_path)
+        return Machine(name=cluster.name, cluster=cluster, calibration=None)
+    calibration = load_calibration(name_or_path)
+    return Machine(name=Path(name_or_path).stem, cluster=_calibrated(calibration), calibration=calibration)
+
+
+def _calibrated(calibration: Calibration) -> Cluster:
+    """The built-in cluster of the same GPU with what was measured put in; a calibration has no memory size or links."""
+    gpu = str(calibration.environment.get("gpu", ""))
+    words = {name: name.split("-")[0] for name in builtin_hardware()}
+    known = next((name for name, word in words.items() if word in gpu.lower()), "generic")
+    base = load_cluster(known)
+    source = "the calibration"
+    host = calibration.host
+    return replace(
+        base,
+        name=f"{base.name}, calibrated",
+        source=source,
+        device=replace(base.device, name=gpu or base.device.name),
+        overlap={
+            "collective": _overlap(calibration, "collective", base.overlap["collective"]),
+            "odc": _overlap(calibration, "odc", base.overlap["odc"]),
+        },
+        host=base.host
+        if host is None
+        else Host(
+            seconds_per_unit_forward=host.seconds_per_unit_forward,
+            seconds_per_unit_backward=host.seconds_per_unit_backward,
+            source=source,
+        ),
+    )
+
+
+def _overlap(calibration: Calibration, transport: str, default: Overlap) -> Overlap:
+    slowdowns: list[Slowdown] = []
+    for op, fallback in zip(OPS[transport], (default.unshard, default.reduce), strict=True):
+        rows = [
+            (row.slowdown_transfer, row.slowdown_compute)
+            for row in calibration.transfers
+            if row.op == op and not row.flagged and row.bytes >= LEAST_BYTES_FOR_SLOWDOWN
+        ]
+        transfer = [t for t, _ in rows if t is not None]
+        compute = [c for _, c in rows if c is not None]
+        slowdowns.append(
+            Slowdown(
+                transfer=max(1.0, median(transfer)) if transfer else fallback.transfer,
+                compute=max(1.0, median(compute)) if compute else fallback.compute,
+            )
+        )
+    return Overlap(
+        unshard=slowdowns[0], reduce=slowdowns[1], source="the calibration, median of transfers of 1 MiB and more"
+    )

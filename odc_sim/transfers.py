@@ -1,0 +1,282 @@
+"""Seconds of everything that moves bytes: unshards, reductions, the copies around them, optimizer and publish.
+
+One unit (the root, or a decoder layer) of n parameters over W ranks has shards of ceil(n / W) elements. A gather moves
+K = shard bytes from each of W - 1 peers; a reduction the same in its own dtype. Their times come from a calibration,
+else from the cluster's links. Copies, optimizer and publish are bound by device memory: bytes read and written over
+(vendor memory rate * the fraction of it that such kernels reached).
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from odc_sim.calibration import Calibration, TransferSample
+from odc_sim.errors import InputError
+from odc_sim.hardware import Cluster
+
+Array = NDArray[np.float64]
+Dtype = Literal["fp32", "bf16"]
+Provenance = Literal["measured", "extrapolated", "analytic"]
+
+ITEMSIZE_BYTES: dict[Dtype, int] = {"fp32": 4, "bf16": 2}
+
+# Fractions of the vendor's memory rate that FSDP2's own kernels reached on H200 (4.8e12 bytes/s): two of them, torch
+# 2.11.0, units of 93,847,552 elements, bf16 parameters, fp32 reduction, one run on 2026-11-29. Each is the bytes that
+# `transfer_costs` counts, over the seconds measured, over 4.8e12.
+COPY_IN_EFFICIENCY = 0.544  # 10 bytes an element of the shard in 0.1796 ms
+COPY_OUT_EFFICIENCY = 0.700  # 4 bytes an element of the unit in 0.1117 ms
+PACK_EFFICIENCY = 0.396  # 6 bytes an element of the unit in 0.2962 ms
+ADD_EFFICIENCY = 0.865  # 12 bytes an element of the shard in 0.1356 ms
+# Not timed on its own: the seconds a held unit must take (0.298 ms) for the measured step of three microbatches without
+# reduction until the last (184.4 ms) to come out; 10 bytes an element of the unit.
+HOLD_EFFICIENCY = 0.656
+# Not measured: the optimizer step is elementwise over fp32 like the add; publishing casts the shard as the copy-in
+# does.
+OPTIMIZER_EFFICIENCY = ADD_EFFICIENCY
+PUBLISH_EFFICIENCY = COPY_IN_EFFICIENCY
+
+# Bytes an element that AdamW with clipping moves: norm pass 4; read p, g, m, v 16; write p, m, v 12; zero g 4.
+OPTIMIZER_BYTES = 36
+PUBLISH_BYTES = 6  # read fp32, write bf16
+
+
+class ModelShape(Protocol):
+    """What is needed of a model."""
+
+    @property
+    def layers(self) -> int:
+        """Decoder layers, each an FSDP unit."""
+
+    @property
+    def layer_parameters(self) -> int:
+        """Of one layer."""
+
+    @property
+    def root_parameters(self) -> int:
+        """Of the root unit: embedding, final norm, head."""
+
+    @property
+    def parameters(self) -> int:
+        """Of the whole model."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TransferCosts:
+    """Seconds per FSDP unit, arrays [layers + 1] with the root first, each beside no compute and with free ports."""
+
+    gather_s: Array
+    """all_gather, or one rank's gather."""
+    reduce_s: Array
+    """reduce_scatter, or one rank's scatter_accumulate."""
+    copy_in_s: Array
+    """Cast and copy of the rank's shard into the gather's buffer."""
+    copy_out_s: Array
+    """Gather buffer to parameters, and to bf16 where fp32 was gathered."""
+    pack_s: Array
+    """bf16 gradients to the reduction's input."""
+    add_s: Array
+    """The reduced shard added to the gradient."""
+    hold_s: Array
+    """A whole unit's gradient added to an unreduced fp32 sum."""
+    optimizer_s: float
+    """Clipping, AdamW and zeroing over a rank's shard of the model."""
+    publish_s: float
+    """fp32 shard to the bf16 window that peers read; 0 under collectives."""
+    provenance: Provenance
+    """Of gather_s and reduce_s. The copies are always analytic."""
+    optimizer_provenance: Provenance
+
+    def free(self) -> "TransferCosts":
+        """The same with everything taking no time: what is left of a schedule then is imbalance."""
+        seconds = ("gather_s", "reduce_s", "copy_in_s", "copy_out_s", "pack_s", "add_s", "hold_s")
+        arrays = {name: np.zeros_like(getattr(self, name)) for name in seconds}
+        return replace(self, optimizer_s=0.0, publish_s=0.0, **arrays)
+
+
+def transfer_costs(
+    model: ModelShape,
+    cluster: Cluster,
+    *,
+    world_size: int,
+    one_sided: bool,
+    gather_dtype: Dtype,
+    reduce_dtype: Dtype = "fp32",
+    calibration: Calibration | None = None,
+) -> TransferCosts:
+    """What this model's transfers and copies take on this cluster, sharded over all `world_size` ranks.
+
+    Raises InputError where `world_size` does not fit the cluster.
+    """
+    nodes = _count_nodes(cluster, world_size)
+    # Only two kinds of unit exist, so everything is computed for [root, layer] and then repeated.
+    unit_elements = np.array([model.root_parameters, model.layer_parameters], dtype=np.float64)
+    shard_elements = np.ceil(unit_elements / world_size)
+    gather_bytes, reduce_bytes = ITEMSIZE_BYTES[gather_dtype], ITEMSIZE_BYTES[reduce_dtype]
+    bf16 = gather_dtype == "bf16"
+    distributed = world_size > 1
+
+    def per_unit(pair_s: Array) -> Array:
+        return np.concatenate([pair_s[:1], np.repeat(pair_s[1:], model.layers)]) * distributed
+
+    def copy_s(elements: Array, bytes_per_element: int, efficiency: float) -> Array:
+        return per_unit(elements * bytes_per_element / (cluster.device.hbm_bytes_per_s * efficiency))
+
+    timed = _Timing(cluster, world_size, nodes, one_sided, calibration)
+    gather_s, gather_provenance = timed.seconds("gather" if one_sided else "all_gather", shard_elements * gather_bytes)
+    reduce_s, reduce_provenance = timed.seconds(
+        "scatter_accumulate" if one_sided else "reduce_scatter", shard_elements * reduce_bytes
+    )
+    optimizer_s, publish_s, optimizer_provenance = _optimizer(model, cluster, world_size, one_sided, calibration)
+    return TransferCosts(
+        gather_s=per_unit(gather_s),
+        reduce_s=per_unit(reduce_s),
+        # bf16: cast the fp32 shard (4 + 2), then copy it (2 + 2). fp32: copy only (4 + 4).
+        copy_in_s=copy_s(shard_elements, 10 if bf16 else 8, COPY_IN_EFFICIENCY),
+        # bf16: 2 + 2. fp32: copy (4 + 4), then cast (4 + 2).
+        copy_out_s=copy_s(unit_elements, 4 if bf16 else 14, COPY_OUT_EFFICIENCY),
+        pack_s=copy_s(unit_elements, 2 + reduce_bytes, PACK_EFFICIENCY),
+        add_s=copy_s(shard_elements, 8 + reduce_bytes, ADD_EFFICIENCY),
+        hold_s=copy_s(unit_elements, 2 + 4 + 4, HOLD_EFFICIENCY),
+        optimizer_s=optimizer_s,
+        publish_s=publish_s,
+        provenance=_weakest([gather_provenance, reduce_provenance]) if distributed else "analytic",
+        optimizer_provenance=optimizer_provenance,
+    )
+
+
+def _count_nodes(cluster: Cluster, world_size: int) -> int:
+    """Nodes in use; ranks fill them one after the other."""
+    if world_size < 1:
+        raise InputError(f"got {world_size} devices, expected at least 1")
+    size = cluster.devices_per_node
+    if world_size <= size:
+        return 1
+    if cluster.inter is None:
+        raise InputError(
+            f"got {world_size} devices, expected at most {size}: {cluster.name} describes one node; "
+            "add an [inter] section to its file to use more"
+        )
+    if world_size % size:
+        raise InputError(
+            f"got {world_size} devices, expected a multiple of {size}, the devices of a {cluster.name} node"
+        )
+    return world_size // size
+
+
+@dataclass(frozen=True, slots=True)
+class _Timing:
+    """Times one operation for several shard sizes, from measurements where there are any."""
+
+    cluster: Cluster
+    world_size: int
+    nodes: int
+    one_sided: bool
+    calibration: Calibration | None
+
+    def seconds(self, op: str, shard_bytes: Array) -> tuple[Array, Provenance]:
+        """[units] seconds of `op` for shards of these sizes, and the weakest provenance among them."""
+        samples = [] if self.calibration is None else [s for s in self.calibration.transfers if s.op == op]
+        samples = _nearest_world(samples, self.world_size)
+        if not samples:
+            return self._across(self._links_s(shard_bytes, self._inside_peers()), shard_bytes), "analytic"
+        measured_world = samples[0].world_size
+        sizes, times_s = _best((s.bytes, s.p50_s) for s in samples)
+        table_s, inside = _interpolate(sizes, times_s, shard_bytes)
+        if measured_world == self.world_size:
+            return table_s, "measured" if inside else "extrapolated"
+        # A table measured inside one node knows nothing of the network: scale it to the peers reached over links inside
+        # the node and leave the rest to `_across`.
+        if measured_world > self.cluster.devices_per_node:
+            return table_s * (self.world_size - 1) / (measured_world - 1), "extrapolated"
+        return self._across(table_s * self._inside_peers() / (measured_world - 1), shard_bytes), "extrapolated"
+
+    def _inside_peers(self) -> int:
+        """Shards that cross a rank's links inside the node: a ring passes all of them on, a gather only its node's."""
+        if self.one_sided and self.nodes > 1:
+            return self.cluster.devices_per_node - 1
+        return self.world_size - 1
+
+    def _links_s(self, shard_bytes: Array, peers: int) -> Array:
+        link = self.cluster.intra
+        if self.one_sided:
+            return link.one_sided_latency_s + peers * shard_bytes / link.one_sided_bytes_per_s
+        return link.collective_latency_s + peers * shard_bytes / link.collective_bytes_per_s
+
+    def _across(self, inside_s: Array, shard_bytes: Array) -> Array:
+        """The whole transfer: links and network work at the same time, so the slower of the two decides.
+
+        D ranks, G a node, K shard bytes (arXiv 2601.19362, appendix D): a ring brings (D - 1) K into each node over all
+        its network cards together. One-sided, each of the G ranks fetches (D - G) K itself over its share of them.
+        """
+        inter = self.cluster.inter
+        if self.nodes == 1 or inter is None:
+            return inside_s
+        group = self.cluster.devices_per_node
+        if self.one_sided:
+            node_bytes = group * (self.world_size - group) * shard_bytes
+        else:
+            node_bytes = (self.world_size - 1) * shard_bytes
+        return inter.latency_s + np.maximum(inside_s, node_bytes / inter.node_bytes_per_s)
+
+
+def _optimizer(
+    model: ModelShape, cluster: Cluster, world_size: int, one_sided: bool, calibration: Calibration | None
+) -> tuple[float, float, Provenance]:
+    """(optimizer_s, publish_s, provenance of both)."""
+    elements = np.array([np.ceil(model.parameters / world_size)])
+    hbm_bytes_per_s = cluster.device.hbm_bytes_per_s
+    samples = () if calibration is None else calibration.optimizer
+
+    def best_known(
+        pairs: list[tuple[float, float]], bytes_per_element: int, efficiency: float
+    ) -> tuple[float, Provenance]:
+        if not pairs:
+            return float(elements[0]) * bytes_per_element / (hbm_bytes_per_s * efficiency), "analytic"
+        seconds, inside = _interpolate(*_best(pairs), elements)
+        return float(seconds[0]), "measured" if inside else "extrapolated"
+
+    steps = [(float(s.parameters), s.step_s) for s in samples]
+    step_s, step_provenance = best_known(steps, OPTIMIZER_BYTES, OPTIMIZER_EFFICIENCY)
+    if not one_sided or world_size == 1:
+        return step_s, 0.0, step_provenance
+    publishes = [(float(s.parameters), s.publish_s) for s in samples if s.publish_s]
+    publish_s, publish_provenance = best_known(publishes, PUBLISH_BYTES, PUBLISH_EFFICIENCY)
+    return step_s, publish_s, _weakest([step_provenance, publish_provenance])
+
+
+def _nearest_world(samples: list[TransferSample], world_size: int) -> list[TransferSample]:
+    """Those measured with the number of ranks nearest to `world_size` (the larger of two equally near)."""
+    worlds = {s.world_size for s in samples if s.world_size > 1}
+    if not worlds:
+        return []
+    nearest = min(worlds, key=lambda w: (abs(np.log(w / world_size)), -w))
+    return [s for s in samples if s.world_size == nearest]
+
+
+def _best(pairs: Iterable[tuple[float, float]]) -> tuple[Array, Array]:
+    """From pairs of size and seconds: the sizes, ascending, and the shortest time at each (over several backends)."""
+    best: dict[float, float] = {}
+    for size, time_s in pairs:
+        best[size] = min(time_s, best.get(size, np.inf))
+    sizes = sorted(best)
+    return np.array(sizes, dtype=np.float64), np.array([best[size] for size in sizes])
+
+
+def _interpolate(sizes: Array, times_s: Array, wanted: Array) -> tuple[Array, bool]:
+    """Seconds at the wanted sizes, straight lines in log-log; and whether all of them lie inside the table.
+
+    Above the table the last size's rate holds. Below it the first size's time does: latency, not rate, decides there.
+    """
+    seconds = np.exp(np.interp(np.log(wanted), np.log(sizes), np.log(times_s)))
+    seconds *= np.maximum(wanted / sizes[-1], 1.0)
+    inside = bool(np.all((wanted >= sizes[0]) & (wanted <= sizes[-1])))
+    return seconds, inside
+
+
+def _weakest(provenances: Sequence[Provenance]) -> Provenance:
+    """What a result that rests on all of these may claim."""
+    order: tuple[Provenance, ...] = ("analytic", "extrapolated", "measured")
+    return min(provenances, key=order.index)

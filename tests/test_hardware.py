@@ -1,0 +1,202 @@
+"""Cluster files: the built-in ones, the user's own, and every way to get one wrong."""
+
+import re
+import tomllib
+
+import pytest
+
+from odc_sim.errors import InputError
+from odc_sim.hardware import ASSUMED_EFFICIENCY, DATA_DIR, Slowdown, builtin_hardware, load_cluster
+
+MINIMAL = """
+[cluster]
+name = "mine"
+devices_per_node = 4
+[device]
+name = "chip"
+peak_flops = 1e14
+hbm_bytes_per_s = 1e12
+memory_bytes = 16e9
+[intra]
+bytes_per_s = 50e9
+latency_s = 1e-5
+"""
+
+
+@pytest.fixture
+def load(tmp_path):
+    def from_text(text):
+        path = tmp_path / "mine.toml"
+        path.write_text(text, encoding="utf-8")
+        return load_cluster(path)
+
+    return from_text
+
+
+@pytest.fixture
+def error_of(load, tmp_path):
+    """The message for a cluster file, without the path of the file that starts it."""
+
+    def message(text):
+        with pytest.raises(InputError) as caught:
+            load(text)
+        line = str(caught.value)
+        start = f"{tmp_path / 'mine.toml'}: "
+        assert line.startswith(start)
+        assert "\n" not in line
+        return line.removeprefix(start)
+
+    return message
+
+
+def test_builtin_clusters_state_the_source_of_every_section():
+    assert builtin_hardware() == ["a100-nvswitch-roce", "generic", "h100-ib", "h200-nvlink"]
+    for name in builtin_hardware():
+        cluster = load_cluster(name)
+        assert cluster.name == name
+        raw = tomllib.loads((DATA_DIR / f"{name}.toml").read_text(encoding="utf-8"))
+        sections = raw.pop("overlap") | raw
+        assert {section for section, fields in sections.items() if not fields.get("source")} == set()
+        assert f"| {name} |" in (DATA_DIR / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_papers_machines():
+    cluster = load_cluster("a100-nvswitch-roce")
+    assert cluster.devices_per_node == 8
+    assert cluster.device.peak_flops == 312e12
+    assert cluster.device.memory_bytes == 80 * 2**30
+    assert cluster.inter is not None
+    assert cluster.inter.node_bytes_per_s * 8 == 800e9  # 800 Gbps a node
+    # Fig. 11: gather and scatter_accumulate are as fast as NCCL inside a node.
+    assert cluster.intra.collective_bytes_per_s == cluster.intra.one_sided_bytes_per_s == 0.8 * 300e9
+    assert cluster.overlap["collective"].source == "not measured"
+
+
+def test_the_papers_efficiencies_follow_from_its_7b_fit():
+    # Qwen2.5-7B: 28 layers of 233,057,792 parameters, hidden 3,584, vocabulary 152,064. A parameter costs 2 FLOPs
+    # forward, 4 backward, and 2 more in the layers, which are recomputed.
+    linear_flops_per_token = 8 * 28 * 233_057_792 + 6 * 152_064 * 3_584
+    attention_flops_per_token2 = 8 * 28 * 3_584
+    cluster = load_cluster("a100-nvswitch-roce")
+    peak = cluster.device.peak_flops
+    assert cluster.efficiency.linear == pytest.approx(linear_flops_per_token / (8.768 / 32_000) / peak, rel=1e-3)
+    assert cluster.efficiency.attention == pytest.approx(
+        attention_flops_per_token2 / (4.348 / 32_000**2) / peak, rel=1e-3
+    )
+
+
+def test_a_minimal_file_fills_in_what_it_leaves_out(load):
+    cluster = load(MINIMAL)
+    assert cluster.source == "the user's file"
+    assert cluster.device.memory_bytes == 16_000_000_000
+    assert cluster.inter is None
+    assert cluster.intra.collective_bytes_per_s == cluster.intra.one_sided_bytes_per_s == 50e9
+    assert cluster.intra.collective_latency_s == cluster.intra.one_sided_latency_s == 1e-5
+    assert cluster.overlap["odc"].reduce == Slowdown(transfer=1.0, compute=1.0)
+    assert cluster.overlap["odc"].source == "not measured"
+    assert cluster.host.seconds_per_unit_forward == 0
+    assert cluster.efficiency == ASSUMED_EFFICIENCY
+
+
+def test_every_optional_field_is_read(load):
+    cluster = load(
+        MINIMAL
+        + """
+collective_bytes_per_s = 40e9
+one_sided_latency_s = 0
+[inter]
+nics_per_node = 2
+nic_bytes_per_s = 5e9
+latency_s = 3e-5
+source = "the invoice"
+[overlap.odc]
+unshard = { slowdown_transfer = 1.5 }
+reduce = { slowdown_transfer = 2, slowdown_compute = 1.1 }
+[host]
+seconds_per_unit_forward = 1e-3
+seconds_per_unit_backward = 2e-3
+[efficiency]
+linear = 0.7
+attention = 1
+"""
+    )
+    assert (cluster.intra.collective_bytes_per_s, cluster.intra.one_sided_bytes_per_s) == (40e9, 50e9)
+    assert (cluster.intra.collective_latency_s, cluster.intra.one_sided_latency_s) == (1e-5, 0.0)
+    assert cluster.inter is not None
+    assert cluster.inter.node_bytes_per_s == 10e9
+    assert cluster.inter.source == "the invoice"
+    assert cluster.overlap["odc"].unshard == Slowdown(transfer=1.5, compute=1.0)
+    assert cluster.overlap["odc"].reduce == Slowdown(transfer=2.0, compute=1.1)
+    assert cluster.overlap["collective"].unshard == Slowdown()
+    assert cluster.host.seconds_per_unit_backward == 2e-3
+    assert (cluster.efficiency.linear, cluster.efficiency.attention) == (0.7, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("= 50e9", "= -3", "[intra] bytes_per_s: got -3, expected a number > 0"),
+        ("= 50e9", "= 0", "[intra] bytes_per_s: got 0, expected a number > 0"),
+        ("= 50e9", "= inf", "[intra] bytes_per_s: got inf, expected a number > 0"),
+        ("= 50e9", "= nan", "[intra] bytes_per_s: got nan, expected a number > 0"),
+        ("= 50e9", '= "fast"', "[intra] bytes_per_s: got 'fast', expected a number > 0"),
+        ("= 50e9", "= true", "[intra] bytes_per_s: got True, expected a number > 0"),
+        ("= 1e-5", "= -1e-5", "[intra] latency_s: got -1e-05, expected a number >= 0"),
+        ("bytes_per_s = 50e9\n", "", "[intra] bytes_per_s: got nothing, expected a number > 0"),
+        ("per_node = 4", "per_node = 0", "[cluster] devices_per_node: got 0, expected a whole number >= 1"),
+        ("per_node = 4", "per_node = 2.5", "[cluster] devices_per_node: got 2.5, expected a whole number >= 1"),
+        ('"mine"', '""', "[cluster] name: got '', expected a non-empty text"),
+        ("= 16e9", "= 16e9\nsource = 3", "[device] source: got 3, expected a text"),
+        ("= 16e9", "= 0\nsource = 3", "[device] source: got 3, expected a text (and 1 more)"),
+    ],
+)
+def test_a_wrong_value_is_one_line_with_place_got_and_expected(error_of, old, new, message):
+    assert old in MINIMAL
+    assert error_of(MINIMAL.replace(old, new)) == message
+
+
+@pytest.mark.parametrize(
+    ("added", "message"),
+    [
+        (
+            "[overlap.collective]\nunshard = { slowdown_transfer = 0.9 }",
+            "[overlap.collective] unshard.slowdown_transfer: got 0.9, expected a number >= 1",
+        ),
+        ("[overlap.odc]\nreduce = 2", "[overlap.odc] reduce: got 2, expected a table of slowdowns"),
+        ("[overlap]\nodc = 2", "[overlap.odc]: got 2, expected a table"),
+        (
+            "[efficiency]\nlinear = 66\nattention = 0.5",
+            "[efficiency] linear: got 66, expected a fraction, > 0 and <= 1",
+        ),
+        (
+            "[overlap.odc]\nreduce = { slowdown = 2 }",
+            "unknown field of [overlap.odc.reduce] 'slowdown': did you mean 'slowdown_compute'? "
+            "known: slowdown_compute, slowdown_transfer",
+        ),
+        (
+            "[intre]",
+            "unknown section 'intre': did you mean 'intra'? "
+            "known: cluster, device, efficiency, host, inter, intra, overlap",
+        ),
+    ],
+)
+def test_sections_and_tables_are_checked_too(error_of, added, message):
+    assert error_of(MINIMAL + added) == message
+
+
+def test_a_missing_section_is_named(error_of):
+    assert error_of(MINIMAL.split("[intra]")[0]) == "[intra]: got nothing, expected a table"
+
+
+def test_an_unknown_name_suggests_the_nearest():
+    with pytest.raises(InputError, match=r"^unknown hardware 'h200-nvlnk': did you mean 'h200-nvlink'\? known: a100"):
+        load_cluster("h200-nvlnk")
+
+
+def test_files_that_cannot_be_read(tmp_path, error_of):
+    missing = tmp_path / "none.toml"
+    with pytest.raises(InputError, match=re.escape(f"{missing}: cannot be read (No such file or directory)")):
+        load_cluster(str(missing))
+    with pytest.raises(InputError, match=re.escape(f"{tmp_path}: cannot be read (Is a directory)")):
+        load_cluster(tmp_path)
+    assert error_of("[cluster").startswith("not a TOML file: ")

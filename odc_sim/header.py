@@ -1,0 +1,162 @@
+"""What every file the toolkit writes starts with, and how it reaches the disk whole or not at all."""
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import platform
+import tempfile
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from odc_sim.errors import InputError
+
+SCHEMA_VERSION = 1
+DISTRIBUTION = "odc-toolkit"
+
+T = TypeVar("T")
+
+
+def toolkit_version() -> str:
+    """The installed version, or "0+unknown" when the package runs from a checkout that was never installed."""
+    try:
+        return importlib.metadata.version(DISTRIBUTION)
+    except importlib.metadata.PackageNotFoundError:
+        return "0+unknown"
+
+
+def header(command: str, seed: int | None) -> dict[str, Any]:
+    """The fields every file carries: schema_version, toolkit_version, command, created (UTC), seed, environment."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "toolkit_version": toolkit_version(),
+        "command": command,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "seed": seed,
+        "environment": {
+            "os": platform.platform(),
+            "python": platform.python_version(),
+            "numpy": np.__version__,
+        },
+    }
+
+
+def check_header(data: object, path: str | Path) -> None:
+    """Refuse a file whose header this version of the toolkit does not understand.
+
+    Raises:
+        InputError: `data` is no JSON object, its schema_version is not ours, or a header field is missing or mistyped.
+    """
+    if not isinstance(data, dict):
+        raise InputError(f"{path}: got a JSON {_json_type(data)}, expected an object with the field 'schema_version'")
+    version = data.get("schema_version")
+    if type(version) is not int or version != SCHEMA_VERSION:
+        got = repr(version) if "schema_version" in data else "nothing"
+        raise InputError(
+            f"{path}: field 'schema_version': got {got}, expected {SCHEMA_VERSION}; "
+            f"write the file again with this version ({toolkit_version()})"
+        )
+    for name in ("toolkit_version", "command", "created"):
+        field(data, name, str, path)
+    field(data, "environment", dict, path)
+    if data.get("seed") is not None:
+        field(data, "seed", int, path)
+
+
+def field(data: Mapping[str, Any], name: str, kind: type[T], path: str | Path) -> T:
+    """`data[name]`, checked to be a `kind` (a bool is no int).
+
+    Raises:
+        InputError: the field is missing or of another type; the message names the field.
+    """
+    if name not in data:
+        raise InputError(f"{path}: field {name!r} is missing")
+    value = data[name]
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise InputError(f"{path}: field {name!r}: got a JSON {_json_type(value)}, expected a JSON {_names[kind]}")
+    return value
+
+
+def read_json(path: str | Path) -> Any:
+    """The parsed content of a JSON file.
+
+    Raises:
+        InputError: the file is missing, unreadable or not JSON; the message names the line.
+    """
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file") from None
+    except IsADirectoryError:
+        raise InputError(f"{path}: is a directory, expected a JSON file") from None
+    except json.JSONDecodeError as error:
+        raise InputError(f"{path}: not valid JSON at line {error.lineno}, column {error.colno}: {error.msg}") from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: not UTF-8 text (byte {error.start}), expected a JSON file") from None
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path}: cannot be read as JSON: {error}") from None
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def write_json(path: str | Path, data: Mapping[str, Any], *, indent: int | None = 1) -> None:
+    """Write `data` as JSON in one step: a reader sees the old file or the whole new one, never half of it.
+
+    Numpy scalars and arrays are written as numbers and lists; NaN and infinity are refused (they are not JSON).
+
+    Raises:
+        InputError: the path is a directory, or cannot be written.
+    """
+    target = Path(path)
+    if target.is_dir():
+        raise InputError(f"{path}: is a directory, expected the name of the file to write")
+    text = json.dumps(data, indent=indent, allow_nan=False, default=_plain)
+    temporary = ""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # In the same directory, because os.replace is atomic only within one file system.
+        descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
+        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+            stream.write(text + "\n")
+        _open_to_umask(temporary)
+        os.replace(temporary, target)
+        temporary = ""
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written: {error.strerror}; choose another path") from None
+    finally:
+        if temporary:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+
+
+def _open_to_umask(path: str) -> None:
+    """Give a file made by mkstemp (private to its owner) the permissions that a plain open would have given."""
+    umask = os.umask(0)
+    os.umask(umask)
+    os.chmod(path, 0o666 & ~umask)
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} has no JSON form")
+
+
+_names: dict[type, str] = {
+    str: "string",
+    int: "integer",
+    float: "number",
+    dict: "object",
+    list: "array",
+    bool: "boolean",
+}
+
+
+def _json_type(value: object) -> str:
+    return "null" if value is None else _names.get(type(value), type(value).__name__)

@@ -1,0 +1,372 @@
+"""The `odc` command. Parses, calls the packages, prints; the only module that may import both odc_sim and odc_kernels.
+
+Everything heavy is imported inside the commands, so that `odc --help` answers at once.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from odc_sim.api import Progress, Simulation
+    from odc_sim.study import Study
+
+app = typer.Typer(
+    name="odc",
+    help="What would on-demand communication and better balancing bring on your lengths, model and cluster?",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+LARGEST_TIMELINE_SPANS = 400_000
+
+Option = typer.Option
+Workload = Annotated[
+    str | None, Option(help="built-in workload or workload TOML (see: odc workloads)", show_default=False)
+]
+LengthsFile = Annotated[Path | None, Option(help="your own lengths: .txt, .csv, .jsonl or .parquet")]
+Column = Annotated[str | None, Option(help="column of --lengths")]
+Model = Annotated[str | None, Option(help="built-in model or Hugging Face config.json (see: odc models)")]
+Hardware = Annotated[str | None, Option(help="built-in hardware, cluster TOML or calibration.json (see: odc hardware)")]
+Devices = Annotated[int | None, Option(help="GPUs  [default: 8]")]
+MinibatchSize = Annotated[int | None, Option(help="samples a GPU between optimizer steps  [default: 4]")]
+Minibatches = Annotated[int | None, Option(help="optimizer steps to simulate  [default: 100]")]
+MaxTokens = Annotated[int | None, Option(help="token cap of a microbatch  [default: the longest possible sample]")]
+Overlong = Annotated[str | None, Option(help="samples over the cap: error, drop, clip or scale  [default: error]")]
+Scale = Annotated[float | None, Option(help="multiply every length")]
+Policies = Annotated[list[str] | None, Option("--policy", help="balancing policy, repeatable  [default: all]")]
+Schedules = Annotated[list[str] | None, Option("--schedule", help="schedule, repeatable  [default: all]")]
+Cost = Annotated[str | None, Option(help="what policies balance: calibrated, flops, quadratic or tokens")]
+Pad = Annotated[bool | None, Option("--pad-microbatches", help="pad unequal microbatch counts with empty ones")]
+Seed = Annotated[int | None, Option(help="seed of lengths, shuffles and jitter  [default: 0]")]
+Config = Annotated[Path | None, Option(help="study TOML; a flag of the same name overrides it")]
+
+
+@contextmanager
+def _one_line_errors() -> Iterator[None]:
+    """User mistakes end in one line and exit code 2, Ctrl-C in exit code 130; everything else is a bug and shows
+    itself."""
+    from odc_sim.errors import InputError
+
+    try:
+        yield
+    except InputError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from None
+    except KeyboardInterrupt:
+        typer.echo("interrupted: nothing was written", err=True)
+        raise typer.Exit(130) from None
+
+
+def _study(config: Path | None, flags: dict[str, Any]) -> "Study":
+    """A study from the flags that were given, over those of `config`."""
+    from odc_sim.study import load_study, make_study
+
+    given = {name: value for name, value in flags.items() if value is not None and value != []}
+    return load_study(config, given) if config else make_study(given)
+
+
+@contextmanager
+def _progress() -> Iterator["Progress"]:
+    """A progress bar on the terminal; nothing when the output goes elsewhere."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description:36}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("starting", total=None)
+        yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
+
+
+def _command() -> str:
+    """The command line as typed, for the files it leaves behind."""
+    import shlex
+
+    return shlex.join(["odc", *sys.argv[1:]])
+
+
+@app.command()
+def simulate(
+    workload: Workload = None,
+    lengths: LengthsFile = None,
+    column: Column = None,
+    model: Model = None,
+    hardware: Hardware = None,
+    devices: Devices = None,
+    minibatch_size: MinibatchSize = None,
+    minibatches: Minibatches = None,
+    max_tokens: MaxTokens = None,
+    overlong: Overlong = None,
+    scale: Scale = None,
+    policy: Policies = None,
+    schedule: Schedules = None,
+    baseline: Annotated[str | None, Option(help="schedule/policy of speedup 1  [default: collective/lb-micro]")] = None,
+    balancing_cost: Cost = None,
+    pad_microbatches: Pad = None,
+    sharding: Annotated[
+        str | None, Option(help="zero3: parameters, gradients and optimizer state over all GPUs")
+    ] = None,
+    gather_dtype: Annotated[str | None, Option(help="bf16 or fp32 parameters on the wire  [default: bf16]")] = None,
+    barrier: Annotated[str | None, Option(help="where odc ranks meet: layer, microbatch or minibatch")] = None,
+    jitter: Annotated[float | None, Option(help="spread of a random factor on compute times (0.05 = 5 %)")] = None,
+    engine: Annotated[str | None, Option(help="fast, or event (the slow reference)")] = None,
+    seed: Seed = None,
+    plan: Annotated[Path | None, Option(help="simulate this plan.json instead of drawing lengths")] = None,
+    save_plan: Annotated[Path | None, Option(help="write the plan of the single --policy here")] = None,
+    out: Annotated[Path | None, Option(help="folder for tables, plots and trace  [default: reports/WORKLOAD]")] = None,
+    json_file: Annotated[
+        Path | None, Option("--json", help="also write results.json here; - for standard output")
+    ] = None,
+    config: Config = None,
+) -> None:
+    """Speedup and idle time of every policy under every schedule.
+
+    Example:  odc simulate --workload longalign --model qwen2.5-7b --minibatch-size 8
+    """
+    fields = dict(locals())
+    for name in ("save_plan", "out", "json_file", "config"):
+        fields.pop(name)
+    with _one_line_errors():
+        from odc_sim.report import check_out, write_report
+
+        from odc_sim.api import run_study
+        from odc_sim.errors import InputError
+        from odc_sim.plan import Plan, write_plan
+
+        study = _study(config, fields)
+        if save_plan is not None and len(study.policy) != 1:
+            raise InputError(f"--save-plan needs exactly one --policy, got {len(study.policy)}")
+        with _progress() as progress:
+            simulation = run_study(study, progress)
+            results = simulation.results
+            folder = out or Path("reports") / _folder_name(simulation.inputs.workload_name)
+            check_out(folder)
+            panels, spans, note = _panels(simulation, progress)
+        if json_file is not None and str(json_file) == "-":
+            import json
+
+            typer.echo(json.dumps(results.as_dict(_command()), indent=1))
+        else:
+            _print(simulation, note)
+        if json_file is not None and str(json_file) != "-":
+            results.write_json(json_file, _command())
+        if save_plan is not None:
+            made = simulation.plans[study.policy[0]]
+            if not isinstance(made, Plan):
+                raise InputError(f"--save-plan: {study.policy[0]} {made}")
+            write_plan(made, save_plan, _command())
+        written = write_report(folder, results, _command(), panels=panels, timeline=spans)
+        typer.echo(f"wrote {', '.join(path.name for path in written)} to {folder}", err=True)
+
+
+def _folder_name(workload: str) -> str:
+    return "".join(c if c.isalnum() or c in "-_." else "-" for c in workload) or "study"
+
+
+def _print(simulation: "Simulation", note: str) -> None:
+    from rich.console import Console
+
+    from odc_sim.table import print_results
+
+    print_results(simulation.results, Console())
+    if note:
+        typer.echo(note)
+
+
+def _panels(simulation: "Simulation", progress: "Progress") -> tuple[Any, Any, str]:
+    """One typical minibatch under the baseline and under the best one-sided row, for the timeline picture and trace."""
+    study, results = simulation.inputs.study, simulation.results
+    ran = [row for row in results.rows if row.speedup is not None]
+    base_schedule, base_policy = study.baseline.split("/")
+    best = max(
+        (row for row in ran if row.label != study.baseline),
+        key=lambda r: (r.schedule == "odc", r.speedup),
+        default=None,
+    )
+    shown = [(base_schedule, base_policy)] + ([(best.schedule, best.policy)] if best else [])
+    minibatch = simulation.typical_minibatch(*shown[-1])
+    counts = [int(p.counts()[minibatch].sum()) for p in simulation.plans.values() if not isinstance(p, str)]
+    spans = max(counts) * (simulation.inputs.model.layers + 1) * 8
+    if spans > LARGEST_TIMELINE_SPANS:
+        return (
+            None,
+            None,
+            f"no timeline: one minibatch would have about {spans:,} spans (limit {LARGEST_TIMELINE_SPANS:,})",
+        )
+    panels, timeline = [], []
+    for number, (schedule, policy) in enumerate(shown):
+        progress("timeline of one minibatch", number, len(shown))
+        makespan_s, found = simulation.play(schedule, policy, minibatch)
+        panels.append((f"{schedule} + {policy}", makespan_s, found))
+        timeline.append((minibatch, found))
+    return panels, timeline, ""
+
+
+@app.command()
+def plan(
+    out: Annotated[Path, Option(help="the plan.json to write")],
+    workload: Workload = None,
+    lengths: LengthsFile = None,
+    column: Column = None,
+    model: Model = None,
+    hardware: Hardware = None,
+    devices: Devices = None,
+    minibatch_size: MinibatchSize = None,
+    minibatches: Minibatches = None,
+    max_tokens: MaxTokens = None,
+    overlong: Overlong = None,
+    scale: Scale = None,
+    policy: Annotated[str | None, Option(help="balancing policy  [default: lb-mini]")] = None,
+    balancing_cost: Cost = None,
+    pad_microbatches: Pad = None,
+    seed: Seed = None,
+    config: Config = None,
+) -> None:
+    """Deal samples out to ranks and microbatches; the file is what simulate, train and validate execute.
+
+    Example:  odc plan --workload swesmith --devices 16 --policy lb-mini --out plan.json
+    """
+    fields = dict(locals())
+    for name in ("out", "config"):
+        fields.pop(name)
+    fields["policy"] = [policy] if policy else None
+    with _one_line_errors():
+        from odc_sim.api import plan as make_plan
+        from odc_sim.plan import unequal_counts, write_plan
+
+        made = make_plan(_study(config, fields))
+        write_plan(made, out, _command())
+        counts = made.counts()
+        typer.echo(
+            f"{out}: {made.num_minibatches} minibatches on {made.world_size} ranks, {made.policy}, "
+            f"{counts.mean():.2f} microbatches a rank (most {counts.max()})"
+        )
+        found = unequal_counts(made)
+        if found:
+            typer.echo(
+                f"rank {found.rank_a} runs {found.count_a} microbatches and rank {found.rank_b} {found.count_b} in "
+                f"minibatch {found.minibatch}: needs odc or collective-deferred, or --pad-microbatches"
+            )
+
+
+@app.command()
+def workloads(
+    name: Annotated[str | None, typer.Argument(help="show this workload, or a TOML or lengths file")] = None,
+    json_output: Annotated[bool, Option("--json", help="for machines")] = False,
+) -> None:
+    """List length distributions, or show the statistics of one.
+
+    Example:  odc workloads longalign
+    """
+    with _one_line_errors():
+        import numpy as np
+        from rich.console import Console
+
+        from odc_sim.lengths import read_lengths
+        from odc_sim.table import lengths_text, workloads_table
+        from odc_sim.workload import builtin_workloads, describe, load_workload, workload_from_lengths
+
+        if name is None:
+            found = [load_workload(known) for known in builtin_workloads()]
+            if json_output:
+                _echo_json([w.as_dict() for w in found])
+            else:
+                Console().print(workloads_table(found))
+            return
+        is_lengths = Path(name).suffix in (".txt", ".csv", ".jsonl", ".parquet")
+        workload = workload_from_lengths(read_lengths(name), Path(name).stem) if is_lengths else load_workload(name)
+        stats = describe(workload, np.random.default_rng(0))
+        if json_output:
+            _echo_json({**workload.as_dict(), "statistics": stats.as_dict()})
+        else:
+            Console().print(lengths_text(workload.name, workload.description, workload.evidence, stats))
+
+
+@app.command()
+def models(
+    name: Annotated[str | None, typer.Argument(help="show this model or config.json")] = None,
+    json_output: Annotated[bool, Option("--json", help="for machines")] = False,
+) -> None:
+    """List models, or show one.
+
+    Example:  odc models qwen2.5-7b
+    """
+    with _one_line_errors():
+        from dataclasses import asdict
+
+        from odc_sim.models import builtin_models, load_model
+
+        specs = [load_model(known) for known in ([name] if name else builtin_models())]
+        counts = ("parameters", "layer_parameters", "root_parameters", "matmul_parameters")
+        if json_output:
+            _echo_json([{**asdict(spec), **{count: getattr(spec, count) for count in counts}} for spec in specs])
+            return
+        for spec in specs:
+            typer.echo(
+                f"{spec.name:14} {spec.parameters / 1e9:7.3f} B parameters  {spec.layers:3} layers of "
+                f"{spec.layer_parameters / 1e6:7.1f} M  root {spec.root_parameters / 1e6:7.1f} M  hidden {spec.hidden}"
+            )
+
+
+@app.command()
+def hardware(
+    name: Annotated[str | None, typer.Argument(help="show this hardware, a cluster TOML or a calibration.json")] = None,
+    json_output: Annotated[bool, Option("--json", help="for machines")] = False,
+) -> None:
+    """List hardware, or show one with the sources of its numbers.
+
+    Example:  odc hardware a100-nvswitch-roce
+    """
+    with _one_line_errors():
+        from dataclasses import asdict
+
+        from odc_sim.hardware import builtin_hardware
+        from odc_sim.machine import load_machine
+
+        clusters = [load_machine(known).cluster for known in ([name] if name else builtin_hardware())]
+        if json_output:
+            _echo_json([asdict(cluster) for cluster in clusters])
+            return
+        for cluster in clusters:
+            typer.echo(
+                f"{cluster.name:20} {cluster.devices_per_node} x {cluster.device.name}  "
+                f"{cluster.device.peak_flops / 1e12:.0f} TFLOP/s  {cluster.device.memory_bytes / 1e9:.0f} GB  "
+                f"{cluster.intra.bytes_per_s / 1e9:.0f} GB/s inside a node"
+            )
+            if name:
+                for part in ("device", "intra", "inter", "host", "efficiency"):
+                    section = getattr(cluster, part)
+                    if section is not None:
+                        values = {key: value for key, value in asdict(section).items() if key != "source"}
+                        typer.echo(
+                            f"  {part}: "
+                            + ", ".join(
+                                f"{k} = {v:g}" if isinstance(v, float) else f"{k} = {v}" for k, v in values.items()
+                            )
+                        )
+                        typer.echo(f"    source: {section.source}")
+
+
+def _echo_json(data: Any) -> None:
+    import json
+
+    typer.echo(json.dumps(data, indent=1, default=float))
+
+
+@app.callback(invoke_without_command=True)
+def _main(version: Annotated[bool, Option("--version", help="print the version")] = False) -> None:
+    if version:
+        from odc_sim.header import toolkit_version
+
+        typer.echo(toolkit_version())
+        raise typer.Exit()
+
+
+if __name__ == "__main__":
+    app()

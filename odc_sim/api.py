@@ -1,0 +1,363 @@
+"""`simulate` and `plan`: a study in, results or a plan out. The command line does nothing else than call these."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from odc_sim.advice import advise
+from odc_sim.costs import extrapolated
+from odc_sim.errors import InputError, unknown_name
+from odc_sim.execution import Executed, Load, build_durations, execute
+from odc_sim.idle import Span
+from odc_sim.inputs import BOOTSTRAP_STREAM, SHUFFLE_STREAM, Inputs, load_inputs
+from odc_sim.length_stats import length_stats
+from odc_sim.memory import largest_max_tokens, peak_memory
+from odc_sim.metrics import bubble_rate, gpu_hours_saved, idle_causes, idle_rate, mfu, speedup
+from odc_sim.models import model_flops
+from odc_sim.plan import Plan, pad_microbatches, unequal_counts
+from odc_sim.policies import POLICIES, lay_out
+from odc_sim.results import Results, Row
+from odc_sim.schedules import SCHEDULES, Schedule, make_schedule
+from odc_sim.study import Study
+from odc_sim.transfers import TransferCosts, transfer_costs
+
+Progress = Callable[[str, int, int], None]
+"""Called with (what is being done, steps done, steps in all)."""
+CAP_SHARE = 1.05
+"""The longest sample is said to bind when it makes the lower bound this much larger than the balanced share."""
+
+
+def _silent(what: str, done: int, total: int) -> None:
+    """The default progress: none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Simulation:
+    """A study that has been run: its results, and what is needed to look at one minibatch of it."""
+
+    inputs: Inputs
+    plans: Mapping[str, Plan | str]
+    """By policy; a text says why there is none."""
+    executed: Mapping[tuple[str, str], Executed]
+    """By (schedule, policy)."""
+    results: Results
+
+    def typical_minibatch(self, schedule: str, policy: str) -> int:
+        """The minibatch whose speedup over the baseline is closest to that of all."""
+        base = self.executed[_baseline(self.inputs.study)].makespan_s
+        own = self.executed[schedule, policy].makespan_s
+        return int(np.abs(base / own - base.sum() / own.sum()).argmin())
+
+    def play(self, schedule: str, policy: str, minibatch: int) -> tuple[float, list[Span]]:
+        """Makespan in seconds and all spans of one minibatch, from the event engine."""
+        from odc_sim.engine_event import play
+
+        plan = self.plans[policy]
+        assert isinstance(plan, Plan)
+        rules = _schedule(self.inputs.study, schedule)
+        load = _load(self.inputs, plan).part(slice(minibatch, minibatch + 1))
+        costs = _transfers(self.inputs, rules)
+        durations = build_durations(load, self.inputs.compute, costs, self.inputs.machine.cluster, rules)
+        return play(durations, rules, 0)
+
+
+def plan(study: Study, policy: str | None = None) -> Plan:
+    """Draw a study's lengths and deal them out by one policy (default: the study's only one, or lb-mini).
+
+    Raises:
+        InputError: whatever is wrong with the study, or a policy that cannot deal these samples.
+    """
+    chosen = policy or (study.policy[0] if len(study.policy) == 1 else "lb-mini")
+    return _plan(load_inputs(study), chosen)
+
+
+def simulate(study: Study, progress: Progress = _silent) -> Results:
+    """Run a study: every policy under every schedule that can run it.
+
+    >>> simulate(Study(minibatches=20, policy=("lb-micro", "lb-mini"))).row("odc", "lb-mini").speedup > 1.1
+    True
+
+    Raises:
+        InputError: whatever is wrong with the study.
+    """
+    return run_study(study, progress).results
+
+
+def run_study(study: Study, progress: Progress = _silent) -> Simulation:
+    """`simulate`, keeping plans and makespans for a closer look."""
+    inputs = load_inputs(study)
+    study = inputs.study
+    base_schedule, base_policy = _baseline(study)
+    schedules = [_schedule(study, name) for name in dict.fromkeys(study.schedule or (s.name for s in SCHEDULES))]
+    own = inputs.given.policy if inputs.given else None
+    policies = [own] if own else list(dict.fromkeys(study.policy or POLICIES))
+    for name in (*policies, base_policy):
+        if name not in POLICIES and name != own:
+            raise unknown_name("policy", name, POLICIES)
+    cells = [(schedule, policy) for policy in policies for schedule in schedules]
+    if not any((s.name, p) == (base_schedule, base_policy) for s, p in cells):
+        cells.insert(0, (_schedule(study, base_schedule), base_policy))
+
+    plans: dict[str, Plan | str] = {}
+    wanted = list(dict.fromkeys(policy for _, policy in cells))
+    for number, name in enumerate(wanted):
+        progress(f"balancing {name}", number, len(wanted) + len(cells))
+        try:
+            plans[name] = inputs.given if inputs.given and name == own else _plan(inputs, name)
+        except InputError as error:
+            if len(wanted) == 1 or name == base_policy:
+                raise
+            plans[name] = f"cannot be planned: {error}"
+
+    transfers = {s.name: _transfers(inputs, s) for s, _ in cells}
+    executed: dict[tuple[str, str], Executed] = {}
+    verdicts: dict[tuple[str, str], str] = {}
+    for number, (schedule, name) in enumerate(cells):
+        progress(f"{schedule.name} with {name}", len(wanted) + number, len(wanted) + len(cells))
+        found = plans[name]
+        verdict = found if isinstance(found, str) else _verdict(schedule, found)
+        if verdict or isinstance(found, str):
+            verdicts[schedule.name, name] = verdict or ""
+            continue
+        executed[schedule.name, name] = execute(
+            _load(inputs, found),
+            inputs.compute,
+            transfers[schedule.name],
+            inputs.machine.cluster,
+            schedule,
+            engine=study.engine,
+        )
+    if (base_schedule, base_policy) not in executed:
+        why = verdicts[base_schedule, base_policy]
+        raise InputError(f"the baseline {study.baseline} cannot run: {why}; choose another with --baseline")
+    results = _results(inputs, cells, plans, executed, verdicts, transfers)
+    return Simulation(inputs=inputs, plans=plans, executed=executed, results=results)
+
+
+def _baseline(study: Study) -> tuple[str, str]:
+    schedule, policy = study.baseline.split("/")
+    return schedule, policy
+
+
+def _schedule(study: Study, name: str) -> Schedule:
+    return make_schedule(
+        name,
+        barrier=study.barrier,
+        forward_prefetch=study.forward_prefetch,
+        backward_prefetch=study.backward_prefetch,
+        separate_reduce=study.separate_reduce,
+        port_contention=study.port_contention,
+    )
+
+
+def _transfers(inputs: Inputs, schedule: Schedule) -> TransferCosts:
+    return transfer_costs(
+        inputs.model,
+        inputs.machine.cluster,
+        world_size=inputs.study.devices,
+        one_sided=schedule.one_sided,
+        gather_dtype=inputs.study.gather_dtype,
+        calibration=inputs.machine.calibration,
+    )
+
+
+def _load(inputs: Inputs, plan: Plan) -> Load:
+    return Load.of(plan, inputs.study.device_speed, inputs.study.jitter, inputs.study.seed)
+
+
+def _plan(inputs: Inputs, policy: str) -> Plan:
+    study = inputs.study
+    layout = lay_out(
+        policy,
+        inputs.minibatches,
+        inputs.lengths,
+        study.devices,
+        inputs.max_tokens,
+        inputs.sample_cost_s,
+        np.random.default_rng([study.seed, SHUFFLE_STREAM]),
+        study.batch_minibatches,
+    )
+    made = Plan(
+        workload=inputs.workload,
+        model=inputs.model.name,
+        world_size=study.devices,
+        minibatch_size=study.minibatch_size,
+        max_tokens=inputs.max_tokens,
+        policy=policy,
+        balancing_cost={"name": study.balancing_cost, "source": inputs.compute.source},
+        lengths=inputs.lengths,
+        groups=inputs.groups,
+        seed=study.seed,
+        sample_ids=layout.sample_ids,
+        microbatch_start=layout.microbatch_start,
+        rank_start=layout.rank_start,
+        padding=np.zeros(layout.microbatch_start.size - 1, dtype=np.bool_),
+    )
+    return pad_microbatches(made) if study.pad_microbatches else made
+
+
+def _verdict(schedule: Schedule, plan: Plan) -> str | None:
+    """Why `schedule` cannot run `plan`, or None."""
+    counts = plan.counts()
+    if schedule.deferred and not counts.all():
+        b, rank = np.argwhere(counts == 0)[0]
+        return f"hangs: rank {rank} runs no microbatch in minibatch {b}, so it never joins the unshard and the reduce"
+    if not schedule.needs_equal_counts:
+        return None
+    found = unequal_counts(plan)
+    if found is None:
+        return None
+    uneven = int((counts.max(axis=1) != counts.min(axis=1)).sum())
+    return (
+        f"hangs: rank {found.rank_b} runs {found.count_b} microbatches, rank {found.rank_a} runs {found.count_a}"
+        f" in minibatch {found.minibatch} (counts differ in {uneven} of {plan.num_minibatches} minibatches)"
+    )
+
+
+def _results(
+    inputs: Inputs,
+    cells: list[tuple[Schedule, str]],
+    plans: Mapping[str, Plan | str],
+    executed: Mapping[tuple[str, str], Executed],
+    verdicts: Mapping[tuple[str, str], str],
+    transfers: Mapping[str, TransferCosts],
+) -> Results:
+    study = inputs.study
+    baseline_s = executed[_baseline(study)].makespan_s
+    rows = tuple(
+        _row(
+            inputs,
+            schedule,
+            policy,
+            plans[policy],
+            executed.get((schedule.name, policy)),
+            baseline_s,
+            transfers[schedule.name],
+        )
+        if (schedule.name, policy) in executed
+        else _empty_row(inputs, schedule, policy, verdicts[schedule.name, policy])
+        for schedule, policy in cells
+    )
+    bounds = _bounds(inputs, baseline_s)
+    binds = bounds["lower_bound"] > CAP_SHARE * bounds["balanced_share"]
+    baseline = next(row for row in rows if row.label == study.baseline)
+    sources = (f"compute: {inputs.compute.source}",)
+    return Results(
+        rows=rows,
+        bounds=bounds,
+        baseline=study.baseline,
+        advice=advise(rows, baseline, bounds["speedup"], binds),
+        notes=inputs.notes + sources,
+        study=study.model_dump(mode="json"),
+        lengths={"name": inputs.workload_name, **length_stats(inputs.lengths, inputs.groups).as_dict()},
+    )
+
+
+def _bounds(inputs: Inputs, baseline_s: NDArray[np.float64]) -> dict[str, float]:
+    """Seconds a minibatch that no policy can beat, whatever the schedule: compute only, without fixed costs."""
+    costs = [inputs.compute.sample_cost_s(inputs.lengths[ids]) / _fastest(inputs.study) for ids in inputs.minibatches]
+    shares = np.array([cost.sum() / _total_speed(inputs.study) * _fastest(inputs.study) for cost in costs])
+    largest = np.array([cost.max(initial=0.0) for cost in costs])
+    lower = np.maximum(shares, largest)
+    return {
+        "balanced_share": float(shares.mean()),
+        "largest_sample": float(largest.mean()),
+        "lower_bound": float(lower.mean()),
+        "speedup": float(baseline_s.sum() / lower.sum()) if lower.sum() > 0.0 else 1.0,
+    }
+
+
+def _fastest(study: Study) -> float:
+    return max(study.device_speed, default=1.0)
+
+
+def _total_speed(study: Study) -> float:
+    return sum(study.device_speed) or float(study.devices)
+
+
+def _empty_row(inputs: Inputs, schedule: Schedule, policy: str, verdict: str | None) -> Row:
+    study = inputs.study
+    return Row(
+        workload=inputs.workload_name,
+        model=inputs.model.name,
+        hardware=inputs.machine.name,
+        devices=study.devices,
+        minibatch_size=study.minibatch_size,
+        minibatches=study.minibatches,
+        schedule=schedule.name,
+        policy=policy,
+        sharding=study.sharding,
+        gather_dtype=study.gather_dtype,
+        seed=study.seed,
+        max_tokens=inputs.max_tokens,
+        verdict=verdict,
+    )
+
+
+def _row(
+    inputs: Inputs,
+    schedule: Schedule,
+    policy: str,
+    plan: Plan | str,
+    run: Executed | None,
+    baseline_s: NDArray[np.float64],
+    transfers: TransferCosts,
+) -> Row:
+    assert isinstance(plan, Plan)
+    assert run is not None
+    from dataclasses import replace
+
+    study, devices = inputs.study, inputs.study.devices
+    used = plan.sample_ids
+    seconds = float(run.makespan_s.sum()) * devices
+    whole_batch = policy in POLICIES and POLICIES[policy].whole_batch
+    faster = speedup(
+        baseline_s,
+        run.makespan_s,
+        study.batch_minibatches if whole_batch else 1,
+        np.random.default_rng([study.seed, BOOTSTRAP_STREAM]),
+    )
+    longest = int(plan.tokens().max(initial=0))
+    sizing = {
+        "world_size": devices,
+        "schedule": schedule.name,
+        "recipe": study.recipe,
+        "gather_dtype": study.gather_dtype,
+        "recompute": study.recompute,
+    }
+    memory = peak_memory(inputs.model, microbatch_tokens=longest, **sizing)  # type: ignore[arg-type]
+    limit = inputs.machine.cluster.device.memory_bytes
+    percentiles = np.quantile(run.makespan_s, [0.05, 0.5, 0.95])
+    counts = plan.counts()
+    return replace(
+        _empty_row(inputs, schedule, policy, None),
+        samples_per_s_per_device=used.size / seconds,
+        tokens_per_s_per_device=float(plan.lengths[used].sum()) / seconds,
+        speedup=faster.value,
+        speedup_ci95=(faster.low, faster.high),
+        bubble_rate=bubble_rate(run, devices),
+        idle_rate=idle_rate(run, devices),
+        idle_causes=idle_causes(run, devices),
+        mfu=mfu(
+            model_flops(inputs.model, plan.lengths[used]),
+            run.makespan_s,
+            devices,
+            inputs.machine.cluster.device.peak_flops,
+        ),
+        makespan_s=dict(
+            zip(("mean", "p5", "p50", "p95"), [float(run.makespan_s.mean()), *map(float, percentiles)], strict=True)
+        ),
+        gpu_hours_saved_per_1000_steps=gpu_hours_saved(baseline_s, run.makespan_s, devices),
+        microbatches={"mean": float(counts.mean()), "max": int(counts.max(initial=0))},
+        peak_memory_bytes={**memory.categories, "total": memory.total_bytes},
+        fits=memory.total_bytes <= limit,
+        largest_max_tokens=largest_max_tokens(inputs.model, memory_bytes=limit, **sizing),  # type: ignore[arg-type]
+        provenance={
+            "compute": "extrapolated" if extrapolated(inputs.compute, longest) else inputs.compute.provenance,
+            "transfers": transfers.provenance,
+            "optimizer": transfers.optimizer_provenance,
+            "memory": "analytic",
+        },
+    )

@@ -1,0 +1,153 @@
+"""From a study's names to what they mean: workload, model, machine, costs, and the minibatches every policy deals
+out."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from odc_sim.costs import ComputeCosts, choose_costs
+from odc_sim.errors import InputError
+from odc_sim.lengths import read_lengths
+from odc_sim.machine import Machine, load_machine
+from odc_sim.models import ModelSpec, load_model
+from odc_sim.plan import Plan, read_plan
+from odc_sim.study import Study
+from odc_sim.workload import Workload, draw_minibatches, load_workload, workload_from_lengths
+
+Lengths = NDArray[np.int64]
+# Independent random streams of one seed: lengths, jitter (execution.Load), the shuffles of policies, bootstrap.
+LENGTHS_STREAM, SHUFFLE_STREAM, BOOTSTRAP_STREAM = 0, 2, 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Inputs:
+    """Everything that the rows of one study share."""
+
+    study: Study
+    workload_name: str
+    workload: dict[str, Any]
+    model: ModelSpec
+    machine: Machine
+    compute: ComputeCosts
+    max_tokens: int
+    lengths: Lengths
+    groups: Lengths | None
+    minibatches: tuple[Lengths, ...]
+    """Sample indices of each minibatch."""
+    given: Plan | None
+    """The plan file, if the study names one."""
+    notes: tuple[str, ...]
+
+    def sample_cost_s(self, lengths: Lengths) -> NDArray[np.float64]:
+        """What policies balance, for samples of these lengths [n]."""
+        return balancing_cost(self.study.balancing_cost, self.model, self.compute)(lengths)
+
+
+def load_inputs(study: Study) -> Inputs:
+    """Read and draw what `study` names.
+
+    Raises:
+        InputError: anything in it that does not exist or does not fit together.
+    """
+    machine = load_machine(study.hardware)
+    given = read_plan(study.plan) if study.plan else None
+    model = load_model(given.model if given and "model" not in study.model_fields_set else study.model)
+    compute = choose_costs(model, machine.cluster, machine.calibration, study.recompute)
+    if given is not None:
+        return _from_plan(study, given, model, machine, compute)
+    workload = _workload(study)
+    rng = np.random.default_rng([study.seed, LENGTHS_STREAM])
+    per_minibatch = study.devices * study.minibatch_size
+    samples = draw_minibatches(
+        workload,
+        study.minibatches,
+        per_minibatch,
+        rng,
+        scale=study.scale,
+        max_tokens=study.max_tokens,
+        overlong=study.overlong,
+    )
+    longest = workload.longest(study.scale)
+    ids = np.arange(samples.lengths.size)
+    return Inputs(
+        study=study,
+        workload_name=workload.name,
+        workload=workload.as_dict(),
+        model=model,
+        machine=machine,
+        compute=compute,
+        max_tokens=study.max_tokens or longest,
+        lengths=samples.lengths,
+        groups=samples.groups,
+        minibatches=tuple(np.split(ids, study.minibatches)),
+        given=None,
+        notes=(samples.note,) if samples.note else (),
+    )
+
+
+def _workload(study: Study) -> Workload:
+    if study.lengths is None:
+        return load_workload(study.workload)
+    lengths = read_lengths(study.lengths, study.column)
+    if lengths.size < study.devices:
+        raise InputError(
+            f"{study.lengths}: got {lengths.size} samples, expected at least one for each of {study.devices} devices; "
+            "add samples or lower --devices"
+        )
+    return workload_from_lengths(lengths, study.lengths.stem)
+
+
+def _from_plan(study: Study, plan: Plan, model: ModelSpec, machine: Machine, compute: ComputeCosts) -> Inputs:
+    for name, got in (("devices", plan.world_size), ("max_tokens", plan.max_tokens)):
+        asked = getattr(study, name)
+        if name in study.model_fields_set and asked != got:
+            raise InputError(
+                f"--{name.replace('_', '-')} {asked} contradicts {study.plan}, which is for {got}; leave the flag out"
+            )
+    edges = plan.microbatch_start[plan.rank_start[:: plan.world_size]]
+    return Inputs(
+        study=study.model_copy(
+            update={
+                "devices": plan.world_size,
+                "minibatch_size": plan.minibatch_size,
+                "minibatches": plan.num_minibatches,
+                "seed": study.seed if "seed" in study.model_fields_set or plan.seed is None else plan.seed,
+            }
+        ),
+        workload_name=str(plan.workload.get("name", "plan")),
+        workload=dict(plan.workload),
+        model=model,
+        machine=machine,
+        compute=compute,
+        max_tokens=plan.max_tokens,
+        lengths=plan.lengths,
+        groups=plan.groups,
+        minibatches=tuple(np.sort(part) for part in np.split(plan.sample_ids, edges[1:-1])),
+        given=plan,
+        notes=(f"plan {study.plan}",),
+    )
+
+
+def balancing_cost(name: str, model: ModelSpec, compute: ComputeCosts) -> Callable[[Lengths], NDArray[np.float64]]:
+    """lengths [n] -> what a policy balances [n]; only ratios matter.
+
+    tokens: s. quadratic: s^2. flops: forward matrix FLOPs 2 * parameters * s + causal attention 2 * heads * head_dim
+    * layers * s^2.
+    calibrated: the seconds of the cost model that the simulation itself uses.
+    """
+
+    def tokens(lengths: Lengths) -> NDArray[np.float64]:
+        return lengths.astype(np.float64)
+
+    def quadratic(lengths: Lengths) -> NDArray[np.float64]:
+        return tokens(lengths) ** 2
+
+    def flops(lengths: Lengths) -> NDArray[np.float64]:
+        linear, square = 2.0 * model.matmul_parameters, 2.0 * model.query_width * model.layers
+        # integer_costs counts in 1e-9, so FLOPs are given in units of 1e15: about seconds of a GPU
+        return (linear * tokens(lengths) + square * quadratic(lengths)) / 1e15
+
+    return {"tokens": tokens, "quadratic": quadratic, "flops": flops, "calibrated": compute.sample_cost_s}[name]

@@ -1,0 +1,158 @@
+"""results.json and results.csv: one row for each schedule and policy, rows that cannot run included with the reason."""
+
+import csv
+import io
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from odc_sim.durations import CAUSES
+from odc_sim.errors import InputError
+from odc_sim.header import check_header, header, read_json, write_json
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One schedule with one policy. Rates are fractions; numbers are None where a verdict says why it did not run."""
+
+    workload: str
+    model: str
+    hardware: str
+    devices: int
+    minibatch_size: int
+    minibatches: int
+    schedule: str
+    policy: str
+    sharding: str
+    gather_dtype: str
+    seed: int
+    max_tokens: int
+    samples_per_s_per_device: float | None = None
+    tokens_per_s_per_device: float | None = None
+    speedup: float | None = None
+    speedup_ci95: tuple[float, float] | None = None
+    bubble_rate: float | None = None
+    idle_rate: float | None = None
+    idle_causes: dict[str, float] = field(default_factory=dict)
+    mfu: float | None = None
+    makespan_s: dict[str, float] = field(default_factory=dict)
+    """mean, p5, p50, p95 over minibatches"""
+    gpu_hours_saved_per_1000_steps: float | None = None
+    microbatches: dict[str, float] = field(default_factory=dict)
+    """mean and max of a rank in a minibatch"""
+    peak_memory_bytes: dict[str, int] = field(default_factory=dict)
+    """by category, and total"""
+    fits: bool = False
+    largest_max_tokens: int | None = None
+    """The largest max_tokens that fits the device's memory; None if not even an empty microbatch does."""
+    verdict: str | None = None
+    provenance: dict[str, str] = field(default_factory=dict)
+    """compute, transfers, optimizer, memory: measured | fitted | analytic | extrapolated"""
+
+    @property
+    def runs(self) -> bool:
+        """Whether it ran (it may still not fit)."""
+        return self.speedup is not None
+
+    @property
+    def label(self) -> str:
+        """schedule/policy"""
+        return f"{self.schedule}/{self.policy}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Results:
+    """What a study found."""
+
+    rows: tuple[Row, ...]
+    bounds: dict[str, float]
+    """No policy beats these. balanced_share, largest_sample, lower_bound: seconds a minibatch; speedup: over the
+    baseline."""
+    baseline: str
+    advice: str
+    notes: tuple[str, ...]
+    """What a reader must know: samples clipped, assumptions, extrapolations."""
+    study: dict[str, Any]
+    lengths: dict[str, Any]
+    """Statistics of the drawn lengths."""
+
+    def row(self, schedule: str, policy: str) -> Row:
+        """The row of a schedule and policy. Raises KeyError if the study did not ask for it."""
+        for row in self.rows:
+            if (row.schedule, row.policy) == (schedule, policy):
+                return row
+        raise KeyError(f"{schedule}/{policy}")
+
+    def as_dict(self, command: str) -> dict[str, Any]:
+        """The content of results.json."""
+        return {
+            **header(command, self.study.get("seed")),
+            "rows": [asdict(row) for row in self.rows],
+            "bounds": self.bounds,
+            "baseline": self.baseline,
+            "advice": self.advice,
+            "notes": list(self.notes),
+            "study": self.study,
+            "lengths": self.lengths,
+        }
+
+    def write_json(self, path: str | Path, command: str) -> None:
+        """Write results.json whole or not at all."""
+        write_json(path, self.as_dict(command))
+
+    def csv_text(self) -> str:
+        """results.csv: the rows, flat, one column a number."""
+        rows = [flat(row) for row in self.rows]
+        text = io.StringIO()
+        writer = csv.DictWriter(
+            text, fieldnames=list(dict.fromkeys(name for row in rows for name in row)), lineterminator="\n"
+        )
+        writer.writeheader()
+        writer.writerows(rows)
+        return text.getvalue()
+
+
+def flat(row: Row) -> dict[str, Any]:
+    """A row with its nested fields as columns: idle_imbalance_layer, makespan_s_p50, peak_memory_bytes_total ..."""
+    nested = {"idle_causes": "idle", "peak_memory_bytes": "peak_memory_bytes", "makespan_s": "makespan_s"}
+    out: dict[str, Any] = {}
+    for name, value in asdict(row).items():
+        if name == "speedup_ci95":
+            out["speedup_ci95_low"], out["speedup_ci95_high"] = value or (None, None)
+        elif isinstance(value, dict):
+            keys = CAUSES if name == "idle_causes" else tuple(value)
+            out.update({f"{nested.get(name, name)}_{key}": value.get(key) for key in keys})
+        else:
+            out[name] = value
+    return out
+
+
+def read_results(path: str | Path) -> Results:
+    """Results from a results.json.
+
+    Raises:
+        InputError: missing, broken, or of another schema; the message names the field.
+    """
+    data = read_json(path)
+    check_header(data, path)
+    known = set(Row.__dataclass_fields__)
+    rows = []
+    for number, raw in enumerate(data.get("rows", ())):
+        if not isinstance(raw, dict):
+            raise InputError(f"{path}: rows[{number}]: got {raw!r}, expected an object")
+        extra = sorted(set(raw) - known)
+        if extra:
+            raise InputError(f"{path}: rows[{number}]: unknown field {extra[0]!r}; written by a newer version?")
+        interval = raw.get("speedup_ci95")
+        try:
+            rows.append(Row(**{**raw, "speedup_ci95": tuple(interval) if interval else None}))
+        except TypeError as error:
+            raise InputError(f"{path}: rows[{number}]: {str(error).replace('Row.__init__() ', '')}") from None
+    try:
+        return Results(
+            rows=tuple(rows),
+            **{name: data[name] for name in ("bounds", "baseline", "advice", "study", "lengths")},
+            notes=tuple(data["notes"]),
+        )
+    except KeyError as error:
+        raise InputError(f"{path}: field {error} is missing") from None

@@ -1,0 +1,131 @@
+"""A study: everything a simulation depends on. The flags of `odc simulate` and the keys of a study TOML are its
+fields."""
+
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from odc_sim.errors import InputError, unknown_name
+
+Count = Annotated[int, Field(ge=1)]
+
+
+class Study(BaseModel):
+    """What to simulate. Every field has a default: `Study()` is LongAlign, 1.5B, 8 A100s, minibatch 4.
+
+    Raises `InputError` (through `make_study` and `load_study`) naming the field, what was got and what was expected.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    workload: str = "longalign"
+    """A built-in workload or a workload TOML."""
+    lengths: Path | None = None
+    """A file of one's own sequence lengths (.txt, .csv, .jsonl, .parquet), instead of a workload."""
+    column: str | None = None
+    """Its column, if it has several."""
+    model: str = "qwen2.5-1.5b"
+    """A built-in model or a Hugging Face config.json."""
+    hardware: str = "a100-nvswitch-roce"
+    """Built-in hardware, a cluster TOML or a calibration.json."""
+    devices: Count = 8
+    minibatch_size: Count = 4
+    """Samples a device between two optimizer steps."""
+    minibatches: Count = 100
+    max_tokens: Count | None = None
+    """Token cap of a microbatch; default: the longest sample the workload can produce."""
+    overlong: Literal["error", "drop", "clip", "scale"] = "error"
+    scale: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    """Multiplies every length."""
+    policy: tuple[str, ...] = ()
+    """Balancing policies; none named: all."""
+    schedule: tuple[str, ...] = ()
+    """Schedules; none named: all."""
+    baseline: str = "collective/lb-micro"
+    """schedule/policy that speedups are relative to."""
+    balancing_cost: Literal["calibrated", "flops", "quadratic", "tokens"] = "calibrated"
+    batch_minibatches: Count = 4
+    """Minibatches in one PPO batch, for policies that balance a whole batch (verl-native)."""
+    pad_microbatches: bool = False
+    """Give ranks with fewer microbatches empty ones, so that collectives can run unequal plans."""
+    sharding: Literal["zero3"] = "zero3"
+    gather_dtype: Literal["bf16", "fp32"] = "bf16"
+    recipe: Literal["paper", "mixed"] = "paper"
+    """Precision recipe for memory: paper = fp32 master, gradient and moments; mixed = 2 + 2 + 12 bytes."""
+    recompute: bool = True
+    """Activation checkpointing of every layer."""
+    engine: Literal["fast", "event"] = "fast"
+    barrier: Literal["layer", "microbatch", "minibatch"] = "minibatch"
+    """Where ranks of the one-sided schedules meet."""
+    forward_prefetch: Count = 2
+    backward_prefetch: Annotated[int, Field(ge=0)] = 1
+    separate_reduce: bool = False
+    """reduce_scatter on a communicator of its own."""
+    port_contention: bool = True
+    device_speed: tuple[Annotated[float, Field(gt=0, allow_inf_nan=False)], ...] = ()
+    """Relative speed of each device; none named: all 1."""
+    jitter: Annotated[float, Field(ge=0, le=2)] = 0.0
+    """Standard deviation of the log of a random factor on each microbatch's compute."""
+    seed: Annotated[int, Field(ge=0)] = 0
+    plan: Path | None = None
+    """A plan.json to simulate instead of drawing and balancing lengths."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "Study":
+        if self.device_speed and len(self.device_speed) != self.devices:
+            raise ValueError(
+                f"device_speed: got {len(self.device_speed)} values, expected one for each of {self.devices} devices"
+            )
+        if self.column and not self.lengths:
+            raise ValueError("column: given without a lengths file")
+        if self.baseline.count("/") != 1:
+            raise ValueError(f"baseline: got {self.baseline!r}, expected schedule/policy, as in collective/lb-micro")
+        return self
+
+
+def make_study(fields: dict[str, Any], where: str = "") -> Study:
+    """A study from field values; `where` (a file name) starts the message of an error.
+
+    Raises:
+        InputError: an unknown field or a value out of range; the first problem, in one line.
+    """
+    prefix = f"{where}: " if where else ""
+    for name in fields:
+        if name not in Study.model_fields:
+            raise InputError(f"{prefix}{unknown_name('field', name, Study.model_fields)}")
+    try:
+        return Study(**fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        path = ".".join(str(part) for part in first["loc"])
+        if not path:
+            raise InputError(f"{prefix}{first['msg'].removeprefix('Value error, ')}") from None
+        message = first["msg"].removeprefix("Input should be ")
+        raise InputError(f"{prefix}{path}: got {first['input']!r}, expected {message}") from None
+
+
+def load_study(path: str | Path, overrides: dict[str, Any] | None = None) -> Study:
+    """The study of a TOML file; `overrides` (flags) win over the file. File names in it are relative to its folder.
+
+    Raises:
+        InputError: the file is missing, is no TOML, or holds something a study does not have.
+    """
+    file = Path(path)
+    try:
+        fields = tomllib.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such study file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: cannot be read as a study file: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise InputError(f"{path}: not valid TOML: {error}") from None
+    for name in ("lengths", "plan"):
+        if isinstance(fields.get(name), str):
+            fields[name] = file.parent / fields[name]
+    for name in ("workload", "model", "hardware"):
+        value = fields.get(name)
+        if isinstance(value, str) and (file.parent / value).is_file():
+            fields[name] = str(file.parent / value)
+    return make_study({**fields, **(overrides or {})}, where=str(path))

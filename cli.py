@@ -137,7 +137,7 @@ def simulate(
 
         from odc_sim.api import run_study
         from odc_sim.errors import InputError
-        from odc_sim.plan import Plan, write_plan
+        from odc_sim.plans import Plan, write_plan
 
         study = _study(config, fields)
         if save_plan is not None and len(study.policy) != 1:
@@ -238,7 +238,7 @@ def plan(
     fields["policy"] = [policy] if policy else None
     with _one_line_errors():
         from odc_sim.api import plan as make_plan
-        from odc_sim.plan import unequal_counts, write_plan
+        from odc_sim.plans import unequal_counts, write_plan
 
         made = make_plan(_study(config, fields))
         write_plan(made, out, _command())

@@ -25,7 +25,7 @@ def advise(rows: Sequence[Row], baseline: Row, bound_speedup: float, largest_sam
         return f"Nothing fits the device's memory: {remedy}."
     best = max(candidates, key=_gain)
     close = [row for row in candidates if _gain(row) >= _gain(best) * (1.0 - 0.5 * WORTH_IT)]
-    choice = min(close, key=lambda row: (EFFORT.index(row.schedule), -_gain(row)))
+    choice = min(close, key=lambda row: (EFFORT.index(row.schedule), row.policy != baseline.policy, -_gain(row)))
     gain = _gain(choice) - 1.0
     if gain < WORTH_IT:
         kept = f"Keep {baseline.schedule} + {baseline.policy}: nothing that fits gains {WORTH_IT:.0%} here."

@@ -16,7 +16,7 @@ from odc_sim.length_stats import length_stats
 from odc_sim.memory import largest_max_tokens, peak_memory
 from odc_sim.metrics import bubble_rate, gpu_hours_saved, idle_causes, idle_rate, mfu, speedup
 from odc_sim.models import model_flops
-from odc_sim.plan import Plan, pad_microbatches, unequal_counts
+from odc_sim.plans import Plan, pad_microbatches, unequal_counts
 from odc_sim.policies import POLICIES, lay_out
 from odc_sim.results import Results, Row
 from odc_sim.schedules import SCHEDULES, Schedule, make_schedule

@@ -10,7 +10,7 @@ from odc_sim.costs import ComputeCosts
 from odc_sim.durations import CAUSES, Array, Durations, Outcome
 from odc_sim.hardware import Cluster
 from odc_sim.overlap import beside, stretch
-from odc_sim.plan import Plan
+from odc_sim.plans import Plan
 from odc_sim.schedules import Schedule
 from odc_sim.transfers import TransferCosts
 

@@ -13,7 +13,7 @@ from odc_sim.errors import InputError
 from odc_sim.lengths import read_lengths
 from odc_sim.machine import Machine, load_machine
 from odc_sim.models import ModelSpec, load_model
-from odc_sim.plan import Plan, read_plan
+from odc_sim.plans import Plan, read_plan
 from odc_sim.study import Study
 from odc_sim.workload import Workload, draw_minibatches, load_workload, workload_from_lengths
 

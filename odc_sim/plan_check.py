@@ -10,7 +10,7 @@ from odc_sim.errors import InputError
 from odc_sim.partition import IntArray
 
 if TYPE_CHECKING:
-    from odc_sim.plan import BoolArray, Plan
+    from odc_sim.plans import BoolArray, Plan
 
 
 def validate(plan: "Plan", where: str = "plan") -> None:

@@ -12,7 +12,7 @@ from odc_sim.dealing import Batch, Dealt
 from odc_sim.errors import InputError, unknown_name
 from odc_sim.packing import overlong
 from odc_sim.partition import FloatArray, IntArray, bounds, integer_costs
-from odc_sim.plan import Nested, nest
+from odc_sim.plans import Nested, nest
 
 __all__ = ["POLICIES", "Layout", "Policy", "bounds", "lay_out", "plan_minibatches"]
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from odc_sim.errors import InputError
 from odc_sim.partition import bounds, integer_costs
-from odc_sim.plan import Plan, pad_microbatches, unequal_counts
+from odc_sim.plans import Plan, pad_microbatches, unequal_counts
 from odc_sim.policies import POLICIES, lay_out, plan_minibatches
 
 NEEDS_EQUAL_SAMPLES = [name for name, policy in POLICIES.items() if policy.equal_samples]

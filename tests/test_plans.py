@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from odc_sim.errors import InputError
 from odc_sim.header import check_header, header, read_json, write_json
-from odc_sim.plan import Plan, pad_microbatches, read_plan, unequal_counts, validate, write_plan
+from odc_sim.plans import Plan, pad_microbatches, read_plan, unequal_counts, validate, write_plan
 
 # Two minibatches on two ranks; rank 1 of the second has nothing to do.
 NESTED = [[[[0, 2], [1]], [[3]]], [[[5], [4]], []]]

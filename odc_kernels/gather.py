@@ -1,0 +1,99 @@
+"""gather: read every peer's shard, without the peers' help. The one-sided all_gather.
+
+Two ways. `copy` hands one copy per peer to the copy engines: no multiprocessor works, so a GEMM beside it hardly slows;
+the fastest from about a megabyte on. `triton` is one kernel for all peers, which also casts: one launch instead of one per
+peer, for small shards among many ranks. See reports/kernels-h200 for both.
+"""
+
+from typing import Literal
+
+import torch
+
+from odc_kernels.window import Window, check_shards
+from odc_sim.errors import InputError, unknown_name
+
+Method = Literal["auto", "copy", "triton"]
+METHODS: tuple[Method, ...] = ("auto", "copy", "triton")
+
+# Measured: reports/kernels-h200, two H200s, NVLink 4, torch 2.11.0, triton 3.6.0, 2026-11-29. Seconds of a 4 KiB shard
+# (launches back to back) and bytes per second of a 256 MiB one.
+COPY_LAUNCH_S = 8e-6
+TRITON_LAUNCH_S = 20e-6
+COPY_BYTES_PER_S = 371e9
+TRITON_BYTES_PER_S = 335e9
+
+BLOCK = 8192  # elements a tile
+NUM_WARPS = 16
+NUM_PROGRAMS = 132  # one a multiprocessor of an H100 or H200: the link needs most of them
+
+
+def gather(
+    window: Window, output: torch.Tensor, *, offset: int = 0, skip_self: bool = False, method: Method = "auto"
+) -> None:
+    """output[r] = rank r's window [offset : offset + shard], for every rank r; on the current stream.
+
+    Args:
+        window: what the ranks published; nobody may write this part of it meanwhile.
+        output: [world_size * shard], contiguous, on the window's device. Another dtype than the window's is cast.
+        offset: where the shard begins in every rank's window; a multiple of 16 is fastest.
+        skip_self: leave the own shard of `output` alone (as FSDP's buffers already hold it).
+        method: `auto` takes the faster one by the measurements above.
+
+    Raises:
+        InputError: a size, dtype or device does not fit the window, or the method is unknown or not possible here.
+    """
+    shard_numel = check_shards(window, output, offset, window.numel)
+    if method == "auto":
+        method = choose_method(window, output)
+    elif method not in METHODS:
+        raise unknown_name("gather method", method, METHODS)
+    if shard_numel == 0:
+        return
+    if method == "triton":
+        _pull(window, output, shard_numel, offset, skip_self)
+        return
+    shards = output.view(window.world_size, shard_numel)
+    for step in range(1, window.world_size + (not skip_self)):
+        # From the next rank on, the own shard last: no two ranks read from the same peer at the same time.
+        peer = (window.rank + step) % window.world_size
+        window.read(shards[peer], peer, offset)
+
+
+def choose_method(window: Window, output: torch.Tensor) -> Method:
+    """The way that the measured constants say is faster."""
+    if window.device.type == "cpu" or not window.reaches_all:
+        return "copy"
+    if output.dtype != window.dtype:  # pragma: cuda-only
+        return "triton"  # a copy that casts is a kernel per peer, and not a copy engine's
+    num_peers = window.world_size - 1  # pragma: cuda-only
+    num_bytes = num_peers * (output.numel() // window.world_size) * output.element_size()  # pragma: cuda-only
+    copy_s = num_peers * COPY_LAUNCH_S + num_bytes / COPY_BYTES_PER_S  # pragma: cuda-only
+    triton_s = TRITON_LAUNCH_S + num_bytes / TRITON_BYTES_PER_S  # pragma: cuda-only
+    return "copy" if copy_s <= triton_s else "triton"  # pragma: cuda-only
+
+
+def _pull(window: Window, output: torch.Tensor, shard_numel: int, offset: int, skip_self: bool) -> None:
+    if not window.reaches_all:
+        raise InputError("gather with method 'triton': a peer is on another host, where loads do not reach; use 'copy'")
+    if skip_self and window.world_size == 1:
+        return
+    import triton.language as tl
+
+    from odc_kernels.kernels import pull_kernel
+    from odc_kernels.launch import num_programs
+
+    element = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}.get(window.dtype)
+    if element is None:
+        raise InputError(f"gather with method 'triton': got a window of {window.dtype}, expected fp32, bf16 or fp16")
+    pull_kernel[(num_programs(window.device, NUM_PROGRAMS),)](
+        window.addresses,
+        output,
+        shard_numel,
+        offset,
+        window.rank,
+        window.world_size,
+        int(skip_self),
+        WINDOW_DTYPE=element,
+        BLOCK=BLOCK,
+        num_warps=NUM_WARPS,
+    )

@@ -1,0 +1,72 @@
+"""The Triton kernels: pull from peers, add into peers. `gather` and `scatter_accumulate` launch them.
+
+Both walk a list of tiles, tile t of peer (rank + 1 + i) % world_size being entry t * world_size + i, with the programs
+striding over it. So every program alternates between peers: all links are busy all the time, the cheap local part hides
+behind the links, and no two ranks start on the same peer.
+
+Whole tiles are moved without a mask: a mask whose end is not a multiple of 16 would narrow every access of a shard with
+an odd size to one element. With TRITON_INTERPRET=1, set before this module is imported, they run on CPU tensors.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["rank", "world_size", "skip_self"])
+def pull_kernel(
+    addresses,  # int64 [world_size], where each rank's window begins
+    output,  # [world_size * shard_numel]
+    shard_numel,
+    offset,  # in the window, elements
+    rank,
+    world_size,
+    skip_self,  # 1: the own shard of `output` is left as it is
+    WINDOW_DTYPE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """output[r * shard_numel : (r + 1) * shard_numel] = window of r [offset : offset + shard_numel], for every rank r."""
+    num_peers = world_size - skip_self
+    num_tiles = tl.cdiv(shard_numel, BLOCK) * num_peers
+    for entry in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        peer = (rank + 1 + entry % num_peers) % world_size
+        start = (entry // num_peers).to(tl.int64) * BLOCK
+        source = tl.multiple_of(tl.load(addresses + peer).to(tl.pointer_type(WINDOW_DTYPE)), 16)
+        lanes = tl.arange(0, BLOCK)
+        from_ = source + (offset + start) + lanes
+        to = output + (peer.to(tl.int64) * shard_numel + start) + lanes
+        if start + BLOCK <= shard_numel:
+            tl.store(to, tl.load(from_).to(output.dtype.element_ty))
+        else:
+            inside = start + lanes < shard_numel
+            tl.store(to, tl.load(from_, mask=inside).to(output.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["rank", "world_size"])
+def push_add_kernel(
+    gradients,  # [world_size * shard_numel]
+    addresses,  # int64 [world_size], where each rank's fp32 window begins
+    shard_numel,
+    offset,  # in the window, elements
+    rank,
+    world_size,
+    BLOCK: tl.constexpr,
+):
+    """window of r [offset : offset + shard_numel] += gradients[r * shard_numel : (r + 1) * shard_numel], every rank r.
+
+    Each addition is atomic, so any number of ranks and streams may push at once. Nothing is read back: on sm_90 a
+    thread's four additions are one 16-byte reduction that the owner's L2 carries out. Denormals are flushed to zero.
+    """
+    num_tiles = tl.cdiv(shard_numel, BLOCK) * world_size
+    for entry in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        peer = (rank + 1 + entry % world_size) % world_size
+        start = (entry // world_size).to(tl.int64) * BLOCK
+        target = tl.multiple_of(tl.load(addresses + peer).to(tl.pointer_type(tl.float32)), 16)
+        lanes = tl.arange(0, BLOCK)
+        from_ = gradients + (peer.to(tl.int64) * shard_numel + start) + lanes
+        to = target + (offset + start) + lanes
+        if start + BLOCK <= shard_numel:
+            tl.atomic_add(to, tl.load(from_).to(tl.float32), sem="relaxed", scope="sys")
+        else:
+            inside = start + lanes < shard_numel
+            values = tl.load(from_, mask=inside).to(tl.float32)
+            tl.atomic_add(to, values, mask=inside, sem="relaxed", scope="sys")

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from odc_sim.api import Progress, Simulation
     from odc_sim.study import Study
 
@@ -68,6 +70,9 @@ def _study(config: Path | None, flags: dict[str, Any]) -> "Study":
     from odc_sim.study import load_study, make_study
 
     given = {name: value for name, value in flags.items() if value is not None and value != []}
+    for name in ("policy", "schedule"):
+        if name in given:
+            given[name] = tuple(part.strip() for value in given[name] for part in value.split(",") if part.strip())
     return load_study(config, given) if config else make_study(given)
 
 
@@ -82,6 +87,13 @@ def _progress() -> Iterator["Progress"]:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("starting", total=None)
         yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
+
+
+def _console() -> "Console":
+    """Standard output; 120 columns where nothing says how wide it is."""
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else 120)
 
 
 def _command() -> str:
@@ -133,11 +145,10 @@ def simulate(
     for name in ("save_plan", "out", "json_file", "config"):
         fields.pop(name)
     with _one_line_errors():
-        from odc_sim.report import check_out, write_report
-
         from odc_sim.api import run_study
         from odc_sim.errors import InputError
         from odc_sim.plans import Plan, write_plan
+        from odc_sim.report import make_directory, write_report
 
         study = _study(config, fields)
         if save_plan is not None and len(study.policy) != 1:
@@ -146,8 +157,8 @@ def simulate(
             simulation = run_study(study, progress)
             results = simulation.results
             folder = out or Path("reports") / _folder_name(simulation.inputs.workload_name)
-            check_out(folder)
-            panels, spans, note = _panels(simulation, progress)
+            make_directory(folder)  # before the long part: a wrong --out should not cost a simulation
+            panels, timelines, note = _panels(simulation, progress)
         if json_file is not None and str(json_file) == "-":
             import json
 
@@ -161,7 +172,7 @@ def simulate(
             if not isinstance(made, Plan):
                 raise InputError(f"--save-plan: {study.policy[0]} {made}")
             write_plan(made, save_plan, _command())
-        written = write_report(folder, results, _command(), panels=panels, timeline=spans)
+        written = write_report(folder, results, _command(), panels=panels, timelines=timelines)
         typer.echo(f"wrote {', '.join(path.name for path in written)} to {folder}", err=True)
 
 
@@ -170,17 +181,17 @@ def _folder_name(workload: str) -> str:
 
 
 def _print(simulation: "Simulation", note: str) -> None:
-    from rich.console import Console
-
     from odc_sim.table import print_results
 
-    print_results(simulation.results, Console())
+    print_results(simulation.results, _console())
     if note:
         typer.echo(note)
 
 
 def _panels(simulation: "Simulation", progress: "Progress") -> tuple[Any, Any, str]:
     """One typical minibatch under the baseline and under the best one-sided row, for the timeline picture and trace."""
+    from odc_sim.timeline import Timeline
+
     study, results = simulation.inputs.study, simulation.results
     ran = [row for row in results.rows if row.speedup is not None]
     base_schedule, base_policy = study.baseline.split("/")
@@ -199,13 +210,15 @@ def _panels(simulation: "Simulation", progress: "Progress") -> tuple[Any, Any, s
             None,
             f"no timeline: one minibatch would have about {spans:,} spans (limit {LARGEST_TIMELINE_SPANS:,})",
         )
-    panels, timeline = [], []
+    panels, timelines = [], {}
     for number, (schedule, policy) in enumerate(shown):
         progress("timeline of one minibatch", number, len(shown))
         makespan_s, found = simulation.play(schedule, policy, minibatch)
         panels.append((f"{schedule} + {policy}", makespan_s, found))
-        timeline.append((minibatch, found))
-    return panels, timeline, ""
+        timelines["timeline" if number == len(shown) - 1 else "timeline-baseline"] = Timeline.from_spans(
+            [(minibatch, found)]
+        )
+    return panels, timelines, ""
 
 
 @app.command()
@@ -266,26 +279,27 @@ def workloads(
     """
     with _one_line_errors():
         import numpy as np
-        from rich.console import Console
 
         from odc_sim.lengths import read_lengths
-        from odc_sim.table import lengths_text, workloads_table
+        from odc_sim.table_lengths import print_lengths, workloads_table
         from odc_sim.workload import builtin_workloads, describe, load_workload, workload_from_lengths
 
+        rng = np.random.default_rng(0)
         if name is None:
             found = [load_workload(known) for known in builtin_workloads()]
             if json_output:
                 _echo_json([w.as_dict() for w in found])
             else:
-                Console().print(workloads_table(found))
+                _console().print(workloads_table([(w, describe(w, rng)) for w in found]))
             return
         is_lengths = Path(name).suffix in (".txt", ".csv", ".jsonl", ".parquet")
         workload = workload_from_lengths(read_lengths(name), Path(name).stem) if is_lengths else load_workload(name)
-        stats = describe(workload, np.random.default_rng(0))
+        stats = describe(workload, rng)
         if json_output:
             _echo_json({**workload.as_dict(), "statistics": stats.as_dict()})
-        else:
-            Console().print(lengths_text(workload.name, workload.description, workload.evidence, stats))
+            return
+        print_lengths(stats, _console(), workload.name)
+        typer.echo(f"\n{workload.description}\nevidence: {workload.evidence}")
 
 
 @app.command()

@@ -244,6 +244,7 @@ def _results(
     binds = bounds["lower_bound"] > CAP_SHARE * bounds["balanced_share"]
     baseline = next(row for row in rows if row.label == study.baseline)
     sources = (f"compute: {inputs.compute.source}",)
+    statistics = length_stats(inputs.lengths, inputs.groups)
     return Results(
         rows=rows,
         bounds=bounds,
@@ -251,7 +252,7 @@ def _results(
         advice=advise(rows, baseline, bounds["speedup"], binds),
         notes=inputs.notes + sources,
         study=study.model_dump(mode="json"),
-        lengths={"name": inputs.workload_name, **length_stats(inputs.lengths, inputs.groups).as_dict()},
+        lengths={"name": inputs.workload_name, "max_tokens": inputs.max_tokens, **statistics.as_dict()},
     )
 
 

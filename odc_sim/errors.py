@@ -14,6 +14,7 @@ class InputError(ValueError):
 def unknown_name(kind: str, got: str, options: Iterable[str]) -> InputError:
     """An `InputError` for a name that is not one of `options`, with the closest ones suggested."""
     names = sorted(options)
-    close = difflib.get_close_matches(got, names, n=1, cutoff=0.5)
+    starts = [name for name in names if name.startswith(got) or got.startswith(name)]
+    close = starts or difflib.get_close_matches(got, names, n=1, cutoff=0.5)
     hint = f"did you mean {close[0]!r}? " if close else ""
     return InputError(f"unknown {kind} {got!r}: {hint}known: {', '.join(names)}")

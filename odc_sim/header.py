@@ -104,9 +104,18 @@ def read_json(path: str | Path) -> Any:
 
 
 def write_json(path: str | Path, data: Mapping[str, Any], *, indent: int | None = 1) -> None:
-    """Write `data` as JSON in one step: a reader sees the old file or the whole new one, never half of it.
+    """Write `data` as JSON, whole or not at all (see `write_bytes`).
 
     Numpy scalars and arrays are written as numbers and lists; NaN and infinity are refused (they are not JSON).
+
+    Raises:
+        InputError: the path is a directory, or cannot be written.
+    """
+    write_bytes(path, (json.dumps(data, indent=indent, allow_nan=False, default=_plain) + "\n").encode())
+
+
+def write_bytes(path: str | Path, data: bytes) -> None:
+    """Write `data` in one step: a reader sees the old file or the whole new one, never half of it.
 
     Raises:
         InputError: the path is a directory, or cannot be written.
@@ -114,15 +123,16 @@ def write_json(path: str | Path, data: Mapping[str, Any], *, indent: int | None 
     target = Path(path)
     if target.is_dir():
         raise InputError(f"{path}: is a directory, expected the name of the file to write")
-    text = json.dumps(data, indent=indent, allow_nan=False, default=_plain)
     temporary = ""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         # In the same directory, because os.replace is atomic only within one file system.
         descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
-        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-            stream.write(text + "\n")
-        _open_to_umask(temporary)
+        with os.fdopen(descriptor, "wb") as stream:
+            stream.write(data)
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(temporary, 0o666 & ~umask)  # mkstemp makes files private to their owner
         os.replace(temporary, target)
         temporary = ""
     except OSError as error:
@@ -131,13 +141,6 @@ def write_json(path: str | Path, data: Mapping[str, Any], *, indent: int | None 
         if temporary:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
-
-
-def _open_to_umask(path: str) -> None:
-    """Give a file made by mkstemp (private to its owner) the permissions that a plain open would have given."""
-    umask = os.umask(0)
-    os.umask(umask)
-    os.chmod(path, 0o666 & ~umask)
 
 
 def _plain(value: object) -> object:

@@ -8,8 +8,8 @@ import numpy as np
 from odc_sim.errors import InputError
 from odc_sim.header import check_header, field, header, read_json, write_json
 from odc_sim.partition import IntArray
-from odc_sim.plans import Plan, nest
 from odc_sim.plan_check import padding_places, validate
+from odc_sim.plans import Plan, nest
 
 _HEADER = ("schema_version", "toolkit_version", "command", "created", "seed", "environment")
 _FIELDS = (

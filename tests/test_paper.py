@@ -35,7 +35,9 @@ def test_absolute_throughput_is_not_far_off(cells):
 def test_the_committed_comparison_is_of_this_code():
     """comparison.csv was made with 1,000 minibatches; the same seed at 200 must be close, cell by cell."""
     with (REPORT / "comparison.csv").open() as file:
-        committed = {tuple(r[k] for k in ("model", "minibatch_size", "schedule", "policy")): r for r in csv.DictReader(file)}
+        committed = {
+            tuple(r[k] for k in ("model", "minibatch_size", "schedule", "policy")): r for r in csv.DictReader(file)
+        }
     published = [row for row in read_published(REPORT / "paper.csv") if row.model == "7B"]
     for cell in compare(published, minibatches=200):
         row = committed[cell.model, str(cell.minibatch_size), cell.schedule, cell.policy]

@@ -211,7 +211,7 @@ def _verdict(schedule: Schedule, plan: Plan) -> str | None:
         return None
     uneven = int((counts.max(axis=1) != counts.min(axis=1)).sum())
     return (
-        f"hangs: rank {found.rank_b} runs {found.count_b} microbatches, rank {found.rank_a} runs {found.count_a}"
+        f"hangs: rank {found.rank_a} runs {found.count_a} microbatches, rank {found.rank_b} runs {found.count_b}"
         f" in minibatch {found.minibatch} (counts differ in {uneven} of {plan.num_minibatches} minibatches)"
     )
 

@@ -192,7 +192,13 @@ def legend_lines(results: Results, symbols: bool = True) -> list[str]:
         parts.append(f"{'✗' if symbols else '!'} does not fit the device's memory")
     if any(row.label == results.baseline for row in rows):
         parts.append("base: what speedups are relative to")
-    return ["; ".join(parts)] if parts else []
+    lines = ["; ".join(parts)] if parts else []
+    if rows:
+        lines.append(
+            "lost to layer, microbatch, minibatch: waiting for slower ranks at that barrier; unshard, reduce: transfers in "
+            "the open"
+        )
+    return lines
 
 
 def bound_lines(results: Results) -> list[str]:

@@ -433,3 +433,28 @@ def groups_of_some_ranks(rank: int, backend: BackendName) -> None:
     if rank == 2:
         with raises(WindowError, "rank 0 (global rank 2) waited 0.5 s for rank 1 (global rank 3)"):
             open_window(4, F32, group, backend=backend, timeout_s=0.5)
+
+
+def reads_from_other_hosts(rank: int) -> None:
+    """NVSHMEM's path for peers that loads do not reach, forced on ranks of one host."""
+    from odc_kernels import window_nvshmem
+
+    window_nvshmem._reach = lambda *_: None
+    window_nvshmem.STAGING_BYTES = 1 << 12  # smaller than a shard, so that it goes in pieces
+    setup = Setup(rank, "nvshmem", 0)
+    with setup.open(9000) as window:
+        assert not window.reaches_all
+        assert window.addresses.tolist().count(0) == setup.world_size - 1
+        window.local.copy_(setup.random(9, rank, numel=9000))
+        window.barrier()
+        wanted = torch.empty(setup.world_size * 8001, device=setup.device)
+        reference.all_gather(wanted, window.local[5:8006].clone())
+        output = torch.full_like(wanted, torch.nan)
+        gather(window, output, offset=5)
+        assert torch.equal(output, wanted)
+        with raises(InputError, "a peer is on another host", "use 'copy'"):
+            gather(window, output, method="triton")
+        with raises(InputError, "a peer is on another host", "shard within hosts"):
+            scatter_accumulate(window, wanted)
+        window.barrier()
+    window_nvshmem.finalize()

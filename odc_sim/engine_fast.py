@@ -16,7 +16,7 @@ def run_fast(durations: Durations, schedule: Schedule, threads: int | None = Non
 
     With contended ports each rank's own gather and scatter_accumulate share its links, peers being taken to behave as
     this rank does; the event engine models every flow. `threads`: default one a core (the kernel releases the
-    interpreter lock).
+    interpreter lock), or NUMBA_NUM_THREADS, which whoever starts one process a core sets (joblib does).
     """
     from odc_sim import fast_kernel as kernel
 
@@ -51,7 +51,8 @@ def run_fast(durations: Durations, schedule: Schedule, threads: int | None = Non
     )
     makespan_s = np.zeros(minibatches)
     idle_s = np.zeros((minibatches, ranks, len(CAUSES)))
-    threads = min(threads or os.cpu_count() or 1, max(minibatches, 1))
+    threads = threads or int(os.environ.get("NUMBA_NUM_THREADS", 0)) or os.cpu_count() or 1
+    threads = min(threads, max(minibatches, 1))
 
     def work(first: int, last: int) -> None:
         collectives = 3 * units + 2

@@ -164,8 +164,9 @@ def draw_minibatches(
 
 
 def builtin_workloads() -> list[str]:
-    """Names of the workloads that come with the toolkit, sorted."""
-    return sorted(path.stem for path in data_dir("workloads").glob("*.toml"))
+    """Names of the workloads that come with the toolkit, sorted; sweep files (table [sweep]) lie beside them."""
+    files = data_dir("workloads").glob("*.toml")
+    return sorted(path.stem for path in files if "\n[workload]\n" in "\n" + path.read_text(encoding="utf-8"))
 
 
 def load_workload(name_or_path: str | Path) -> Workload:

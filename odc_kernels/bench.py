@@ -25,6 +25,7 @@ from odc_kernels.bench_cases import (
     Case,
     all_gather_case,
     gather_cases,
+    pieces_case,
     reduce_scatter_case,
     scatter_case,
 )
@@ -39,8 +40,11 @@ SIZES_BYTES = tuple(1 << power for power in (12, 16, 18, 20, 22, 24, 26, 28))
 BESIDE_BYTES = 4 << 20
 """Smaller transfers are bound by their launches, also beside compute."""
 SWEEP_BYTES = 64 << 20
-SWEEP_PROGRAMS = (8, 16, 32, 64, 132)
-"""How many multiprocessors scatter_accumulate may work on, tried at one size."""
+SWEEP_PROGRAMS = (8, 16, 32, 64, 96, 132, 264)
+"""How many programs scatter_accumulate runs, tried at one size."""
+PIECES_BYTES = 64 << 10
+PIECES = (1, 2, 4, 7)
+"""How many copies a gather makes, tried at one size: those of 2, 3, 5 and 8 ranks."""
 GEMM_SIZE = 8192
 CPU_CACHE_BYTES = 32 << 20
 BF16_BYTES, FP32_BYTES = 2, 4
@@ -100,10 +104,6 @@ def bench(rank: int, options: Options) -> None:
     sizes = [(num_bytes, _slots(num_bytes, world_size, device)) for num_bytes in options.sizes_bytes]
     capacity_bytes = max(num_bytes * slots for num_bytes, slots in sizes)
     measure = _Measure(options, device, Recorder(options.out, options.command, record=rank == 0))
-    if options.variants:  # pragma: cuda-only
-        # First, since memory can be registered only while nothing else of its pool is in use.
-        for variant in _variants():
-            _measure_variant(variant, capacity_bytes, sizes, device, measure)
     buffers = Buffers.allocate(capacity_bytes // BF16_BYTES, device)
     accumulated = capacity_bytes // FP32_BYTES
     slotted = accumulator_numel(accumulated, world_size, deterministic=True)
@@ -118,6 +118,11 @@ def bench(rank: int, options: Options) -> None:
             for case in _cases(buffers, published, accumulators, slots_window, num_bytes, slots, options):
                 measure(case, num_bytes)
         published.barrier()
+    if options.variants:  # pragma: cuda-only
+        # Last: a failure inside NCCL can leave its communicator unusable.
+        del buffers
+        for variant in _variants():
+            _measure_variant(variant, capacity_bytes, sizes, device, measure)
     measure.recorder.report()
 
 
@@ -133,8 +138,11 @@ class _Measure:
         self._c = torch.empty_like(self._a)
 
     def __call__(self, case: Case, num_bytes: int) -> None:
-        case.check()
-        alone = time_alone(case.call, self._device)
+        # On a stream of its own, as in FSDP2; NCCL's copy-engine collectives refuse the default stream.
+        stream = torch.cuda.Stream(self._device, priority=-1) if self._device.type == "cuda" else None
+        with torch.cuda.stream(stream):
+            case.check()
+            alone = time_alone(case.call, self._device)
         beside = None
         if self._options.beside and num_bytes >= BESIDE_BYTES:  # pragma: cuda-only
             beside = time_beside(case.call, self.gemm, self._device)
@@ -167,6 +175,9 @@ def _cases(
     own = options.backend
     yield all_gather_case(buffers, numel, slots, backend=collectives)
     yield from gather_cases(buffers, published, numel, slots, backend=own)
+    if num_bytes == PIECES_BYTES:
+        for pieces in PIECES:
+            yield pieces_case(buffers, published, numel, slots, backend=f"{own}-copy@{pieces}", pieces=pieces)
     yield reduce_scatter_case(buffers, numel_fp32, slots, backend=collectives)
     atomic, fixed = f"{own}-atomic", f"{own}-deterministic"
     yield scatter_case(buffers, accumulators, numel_fp32, slots, backend=atomic)

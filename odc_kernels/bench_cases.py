@@ -138,6 +138,30 @@ def gather_cases(buffers: Buffers, window: Window, numel: int, slots: int, *, ba
     ]
 
 
+def pieces_case(buffers: Buffers, window: Window, numel: int, slots: int, *, backend: str, pieces: int) -> Case:
+    """A gather by copies in which every shard comes in pieces: what launches cost, as if there were more peers."""
+    world_size, rank = window.world_size, window.rank
+    wholes = list(buffers.gathered[: slots * world_size * numel].view(slots, world_size, numel))
+    shards = list(buffers.published[: slots * numel].view(slots, numel))
+
+    def call(number: int) -> None:
+        slot = number % slots
+        for peer in range(world_size):
+            if peer != rank:
+                start = slot * numel
+                for piece in wholes[slot][peer].chunk(pieces):
+                    window.read(piece, peer, start)
+                    start += piece.numel()
+
+    def check() -> None:
+        wholes[0].fill_(torch.nan)
+        wholes[0][rank].copy_(shards[0])
+        call(0)
+        expect_gathered(wholes[0].view(-1), shards[0])
+
+    return Case(op="gather", backend=backend, dtype="bf16", call=call, check=check)
+
+
 def scatter_case(
     buffers: Buffers,
     window: Window,

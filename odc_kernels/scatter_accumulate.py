@@ -20,9 +20,9 @@ METHODS: tuple[Method, ...] = ("auto", "triton", "torch")
 
 # Measured: reports/kernels-h200. More programs are no faster beside a GEMM and take multiprocessors from it; fewer do
 # not fill the link.
-NUM_PROGRAMS = 64
-BLOCK = 4096  # elements a tile
-NUM_WARPS = 8
+NUM_PROGRAMS = 132
+BLOCK = 8192  # elements a tile
+NUM_WARPS = 16
 
 
 def accumulator_numel(numel: int, world_size: int, *, deterministic: bool) -> int:

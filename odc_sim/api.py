@@ -159,6 +159,7 @@ def _transfers(inputs: Inputs, schedule: Schedule) -> TransferCosts:
         world_size=inputs.study.devices,
         one_sided=schedule.one_sided,
         gather_dtype=inputs.study.gather_dtype,
+        collectives=inputs.study.collectives,
         calibration=inputs.machine.calibration,
     )
 
@@ -353,6 +354,7 @@ def _row(
         gpu_hours_saved_per_1000_steps=gpu_hours_saved(baseline_s, run.makespan_s, devices),
         microbatches={"mean": float(counts.mean()), "max": int(counts.max(initial=0))},
         peak_memory_bytes={**memory.categories, "total": memory.total_bytes},
+        inter_node_bytes_per_minibatch=float(run.inter_node_bytes.mean()),
         fits=memory.total_bytes <= limit,
         largest_max_tokens=largest_max_tokens(inputs.model, memory_bytes=limit, **sizing),  # type: ignore[arg-type]
         provenance={

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from odc_sim.topology import Traffic
+
 Array = NDArray[np.float64]
 
 CAUSES = (
@@ -72,6 +74,8 @@ class Durations:
     """[B, D] what `forward_s` and `backward_s` hold beyond that because of concurrent transfers."""
     floor_s: Array
     """[B, D] and because a launch-bound unit does not get shorter with its tokens."""
+    traffic: Traffic | None = None
+    """The bytes behind the transfers and the ports they take; None: one node, every rank a port in and a port out."""
 
     @property
     def num_minibatches(self) -> int:
@@ -97,6 +101,8 @@ class Outcome:
     """[B] from the first start to the last end, optimizer and publish included."""
     idle_s: Array
     """[B, D, causes] in the order of `CAUSES`."""
+    inter_node_bytes: Array | None = None
+    """[B] sent between nodes by all ranks, as counted transfer by transfer; only the event engine counts."""
 
 
 def no_stretch(minibatches: int, microbatches: int, ranks: int) -> Array:

@@ -17,6 +17,7 @@ from odc_sim.idle import Span, account
 from odc_sim.ports import PortNetwork
 from odc_sim.program import Op, rank_program
 from odc_sim.schedules import Schedule
+from odc_sim.topology import one_node
 
 Process = Generator[simpy.Event, Any, None]
 STREAMS = ("compute", "copy_in", "unshard", "reduce")
@@ -41,10 +42,11 @@ class _World:
         self.programs = [list(rank_program(durations, schedule, minibatch, rank)) for rank in ranks]
         self.done = {op: self.env.event() for ops in self.programs for op in ops}
         self.meetings: dict[Hashable, _Meeting] = {}
-        # collectives move in lockstep on all ports, so one port stands for all
-        self.ports = (
-            PortNetwork(self.env, durations.world_size if schedule.one_sided else 1) if schedule.shares_ports else None
-        )
+        self.traffic = durations.traffic
+        self.topology = self.traffic.topology if self.traffic else one_node(durations.world_size)
+        self.durations = durations
+        self.ports = PortNetwork(self.env, self.topology) if schedule.shares_ports else None
+        self.inter_node_bytes = 0.0
         for rank, ops in enumerate(self.programs):
             for name in STREAMS:
                 self.env.process(self.stream(rank, [op for op in ops if op.stream == name]))
@@ -74,17 +76,45 @@ class _World:
                 yield meeting.done if op.communicator else meeting.everyone
                 op.start_s = op.start_s if op.communicator else self.env.now
             elif op.kind in ("unshard", "reduce"):
-                yield from self.move(rank, op.seconds, pull=op.kind == "unshard")
+                yield from self.move(rank, op)
             elif op.seconds > 0.0:
                 yield self.env.timeout(op.seconds)
             op.end_s = self.env.now
             self.done[op].succeed()
 
-    def move(self, rank: int, seconds: float, *, pull: bool) -> Process:
-        if self.ports is not None and seconds > 0.0:
-            yield from self.ports.transfer(rank, seconds, pull=pull)
+    def move(self, rank: int, op: Op) -> Process:
+        """One rank's own gather or scatter_accumulate."""
+        pull, traffic = op.kind == "unshard", self.traffic
+        shard_bytes, alone_s, inside_s, network_s = 0.0, op.seconds, op.seconds, 0.0
+        if traffic is not None:
+            shard_bytes = float((traffic.gather_bytes if pull else traffic.reduce_bytes)[op.unit])
+            if self.topology.nodes > 1:
+                alone_s = float((self.durations.gather_s if pull else self.durations.reduce_s)[op.unit])
+                inside_s = float((traffic.gather_inside_s if pull else traffic.reduce_inside_s)[op.unit])
+                network_s = float((traffic.gather_network_s if pull else traffic.reduce_network_s)[op.unit])
+                stretch = op.seconds / alone_s if alone_s > 0.0 else 1.0
+                inside_s, network_s = inside_s * stretch, network_s * stretch
+        if self.ports is not None and op.seconds > 0.0:
+            yield from self.ports.transfer(rank, inside_s, network_s, shard_bytes, pull=pull)
         else:
-            yield self.env.timeout(seconds)
+            yield self.env.timeout(op.seconds)
+            if traffic is not None:
+                self.inter_node_bytes += len(self.topology.peers(rank)[1]) * shard_bytes
+
+    def cross(self, kind: str, unit: int) -> None:
+        """Count what a collective sends from node to node, hop by hop."""
+        if self.traffic is None:
+            return
+        topology = self.topology
+        shard_bytes = float((self.traffic.gather_bytes if kind == "unshard" else self.traffic.reduce_bytes)[unit])
+        for rank in range(topology.world_size):
+            if topology.collectives == "ring":
+                follower = (rank + 1) % topology.world_size
+                if topology.node(follower) != topology.node(rank):
+                    self.inter_node_bytes += (topology.world_size - 1) * shard_bytes
+            else:
+                counterparts = [p for p in topology.peers(rank)[1] if (p - rank) % topology.group == 0]
+                self.inter_node_bytes += len(counterparts) * shard_bytes
 
     def communicator(self, keys: list[Hashable]) -> Process:
         for key in keys:
@@ -92,7 +122,11 @@ class _World:
             yield meeting.everyone
             start_s = self.env.now
             seconds = max(op.seconds for op in meeting.ops)
-            yield from self.move(0, seconds, pull=True)
+            if self.ports is not None and seconds > 0.0:
+                yield from self.ports.shared(seconds)
+            else:
+                yield self.env.timeout(seconds)
+            self.cross(meeting.ops[0].kind, meeting.ops[0].unit)
             for op in meeting.ops:
                 op.start_s, op.seconds = start_s, seconds
             meeting.done.succeed()
@@ -100,7 +134,10 @@ class _World:
 
 def play(durations: Durations, schedule: Schedule, minibatch: int) -> tuple[float, list[Span]]:
     """One minibatch: its makespan in seconds and every span of every stream, rank by rank, in time order."""
-    world = _World(durations, schedule, minibatch)
+    return _play(_World(durations, schedule, minibatch), durations, schedule)
+
+
+def _play(world: _World, durations: Durations, schedule: Schedule) -> tuple[float, list[Span]]:
     arrivals = [max((op.end_s for op in ops if op.stream == "compute"), default=0.0) for ops in world.programs]
     spans = [span for rank, ops in enumerate(world.programs) for span in account(rank, ops)]
     end_s = max(arrivals, default=0.0)
@@ -125,12 +162,19 @@ def run_event(durations: Durations, schedule: Schedule) -> Outcome:
     minibatches, ranks = durations.counts.shape
     makespan_s = np.zeros(minibatches)
     idle_s = np.zeros((minibatches, ranks, len(CAUSES)))
+    counted = np.zeros(minibatches)
     column = {cause: i for i, cause in enumerate(CAUSES)}
     for b in range(minibatches):
-        makespan_s[b], spans = play(durations, schedule, b)
+        world = _World(durations, schedule, b)
+        makespan_s[b], spans = _play(world, durations, schedule)
+        counted[b] = world.inter_node_bytes + (world.ports.inter_node_bytes if world.ports else 0.0)
+        if schedule.local_sum and durations.traffic:  # the pulls at the end, every rank from every other
+            topology = world.topology
+            for rank in range(ranks):
+                counted[b] += len(topology.peers(rank)[1]) * float(durations.traffic.reduce_bytes.sum())
         for span in spans:
             if span.stream == "compute" and span.cause:
                 idle_s[b, span.rank, column[span.cause]] += span.end_s - span.start_s
     idle_s[:, :, column["compute_slowdown"]] += durations.compute_slowdown_s
     idle_s[:, :, column["host"]] += durations.floor_s
-    return Outcome(makespan_s=makespan_s, idle_s=idle_s)
+    return Outcome(makespan_s=makespan_s, idle_s=idle_s, inter_node_bytes=counted)

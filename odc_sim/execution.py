@@ -110,6 +110,7 @@ def build_durations(
         busy_s=np.asarray(pure.sum(axis=1)),
         compute_slowdown_s=slowdown.sum(axis=1),
         floor_s=np.asarray((floored - pure).sum(axis=1)),
+        traffic=transfers.traffic,
     )
 
 
@@ -127,6 +128,8 @@ class Executed:
     """[B] with transfers, host, optimizer and per-microbatch fixed costs free"""
     bubble_busy_s: Array
     """[B] rank-seconds"""
+    inter_node_bytes: Array
+    """[B] sent between nodes by all ranks"""
 
 
 def _without_host(cluster: Cluster) -> Cluster:
@@ -187,4 +190,7 @@ def execute(
         idle_s=idle_s,
         bubble_makespan_s=bubble_makespan_s,
         bubble_busy_s=bubble_busy_s,
+        inter_node_bytes=transfers.traffic.topology.minibatch_bytes(
+            load.counts, transfers.traffic.gather_bytes, transfers.traffic.reduce_bytes, schedule
+        ),
     )

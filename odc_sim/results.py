@@ -40,6 +40,8 @@ class Row:
     gpu_hours_saved_per_1000_steps: float | None = None
     microbatches: dict[str, float] = field(default_factory=dict)
     """mean and max of a rank in a minibatch"""
+    inter_node_bytes_per_minibatch: float | None = None
+    """sent between nodes by all ranks, mean over minibatches"""
     peak_memory_bytes: dict[str, int] = field(default_factory=dict)
     """by category, and total"""
     fits: bool = False

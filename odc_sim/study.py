@@ -61,6 +61,8 @@ class Study(BaseModel):
     """Where ranks of the one-sided schedules meet."""
     forward_prefetch: Count = 2
     backward_prefetch: Annotated[int, Field(ge=0)] = 1
+    collectives: Literal["ring", "two-level"] = "ring"
+    """How all_gather and reduce_scatter cross nodes."""
     separate_reduce: bool = False
     """reduce_scatter on a communicator of its own."""
     port_contention: bool = True

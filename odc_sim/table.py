@@ -195,8 +195,8 @@ def legend_lines(results: Results, symbols: bool = True) -> list[str]:
     lines = ["; ".join(parts)] if parts else []
     if rows:
         lines.append(
-            "lost to layer, microbatch, minibatch: waiting for slower ranks at that barrier; unshard, reduce: transfers in "
-            "the open"
+            "lost to layer, microbatch, minibatch: waiting for slower ranks at that barrier; "
+            "unshard, reduce: transfers in the open"
         )
     return lines
 

@@ -8,14 +8,14 @@ else from the cluster's links. Copies, optimizer and publish are bound by device
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from odc_sim.calibration import Calibration, TransferSample
-from odc_sim.errors import InputError
 from odc_sim.hardware import Cluster
+from odc_sim.topology import Collectives, Topology, Traffic, make_topology
 
 Array = NDArray[np.float64]
 Dtype = Literal["fp32", "bf16"]
@@ -85,6 +85,8 @@ class TransferCosts:
     """Clipping, AdamW and zeroing over a rank's shard of the model."""
     publish_s: float
     """fp32 shard to the bf16 window that peers read; 0 under collectives."""
+    traffic: Traffic
+    """The bytes behind gather_s and reduce_s, and how they divide over the topology."""
     provenance: Provenance
     """Of gather_s and reduce_s. The copies are always analytic."""
     optimizer_provenance: Provenance
@@ -104,13 +106,14 @@ def transfer_costs(
     one_sided: bool,
     gather_dtype: Dtype,
     reduce_dtype: Dtype = "fp32",
+    collectives: Collectives = "ring",
     calibration: Calibration | None = None,
 ) -> TransferCosts:
     """What this model's transfers and copies take on this cluster, sharded over all `world_size` ranks.
 
     Raises InputError where `world_size` does not fit the cluster.
     """
-    nodes = _count_nodes(cluster, world_size)
+    topology = make_topology(cluster, world_size, collectives)
     # Only two kinds of unit exist, so everything is computed for [root, layer] and then repeated.
     unit_elements = np.array([model.root_parameters, model.layer_parameters], dtype=np.float64)
     shard_elements = np.ceil(unit_elements / world_size)
@@ -124,15 +127,15 @@ def transfer_costs(
     def copy_s(elements: Array, bytes_per_element: int, efficiency: float) -> Array:
         return per_unit(elements * bytes_per_element / (cluster.device.hbm_bytes_per_s * efficiency))
 
-    timed = _Timing(cluster, world_size, nodes, one_sided, calibration)
-    gather_s, gather_provenance = timed.seconds("gather" if one_sided else "all_gather", shard_elements * gather_bytes)
-    reduce_s, reduce_provenance = timed.seconds(
+    timed = _Timing(cluster, topology, one_sided, calibration)
+    gather, gather_provenance = timed.measure("gather" if one_sided else "all_gather", shard_elements * gather_bytes)
+    reduce, reduce_provenance = timed.measure(
         "scatter_accumulate" if one_sided else "reduce_scatter", shard_elements * reduce_bytes
     )
     optimizer_s, publish_s, optimizer_provenance = _optimizer(model, cluster, world_size, one_sided, calibration)
     return TransferCosts(
-        gather_s=per_unit(gather_s),
-        reduce_s=per_unit(reduce_s),
+        gather_s=per_unit(gather.seconds),
+        reduce_s=per_unit(reduce.seconds),
         # bf16: cast the fp32 shard (4 + 2), then copy it (2 + 2). fp32: copy only (4 + 4).
         copy_in_s=copy_s(shard_elements, 10 if bf16 else 8, COPY_IN_EFFICIENCY),
         # bf16: 2 + 2. fp32: copy (4 + 4), then cast (4 + 2).
@@ -142,28 +145,29 @@ def transfer_costs(
         hold_s=copy_s(unit_elements, 2 + 4 + 4, HOLD_EFFICIENCY),
         optimizer_s=optimizer_s,
         publish_s=publish_s,
+        traffic=Traffic(
+            topology=topology,
+            gather_bytes=per_unit(shard_elements * gather_bytes),
+            reduce_bytes=per_unit(shard_elements * reduce_bytes),
+            gather_inside_s=per_unit(gather.inside_s),
+            reduce_inside_s=per_unit(reduce.inside_s),
+            gather_network_s=per_unit(gather.network_s),
+            reduce_network_s=per_unit(reduce.network_s),
+        ),
         provenance=_weakest([gather_provenance, reduce_provenance]) if distributed else "analytic",
         optimizer_provenance=optimizer_provenance,
     )
 
 
-def _count_nodes(cluster: Cluster, world_size: int) -> int:
-    """Nodes in use; ranks fill them one after the other."""
-    if world_size < 1:
-        raise InputError(f"got {world_size} devices, expected at least 1")
-    size = cluster.devices_per_node
-    if world_size <= size:
-        return 1
-    if cluster.inter is None:
-        raise InputError(
-            f"got {world_size} devices, expected at most {size}: {cluster.name} describes one node; "
-            "add an [inter] section to its file to use more"
-        )
-    if world_size % size:
-        raise InputError(
-            f"got {world_size} devices, expected a multiple of {size}, the devices of a {cluster.name} node"
-        )
-    return world_size // size
+class _Times(NamedTuple):
+    """[units] seconds of one operation."""
+
+    seconds: Array
+    """In all, the node's ranks at work at once."""
+    inside_s: Array
+    """Of that, over links inside the node."""
+    network_s: Array
+    """One rank's own part over the network, alone on its card; 0 for collectives and on one node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,33 +175,40 @@ class _Timing:
     """Times one operation for several shard sizes, from measurements where there are any."""
 
     cluster: Cluster
-    world_size: int
-    nodes: int
+    topology: Topology
     one_sided: bool
     calibration: Calibration | None
 
-    def seconds(self, op: str, shard_bytes: Array) -> tuple[Array, Provenance]:
-        """[units] seconds of `op` for shards of these sizes, and the weakest provenance among them."""
+    def measure(self, op: str, shard_bytes: Array) -> tuple[_Times, Provenance]:
+        """Seconds of `op` for shards of these sizes [units], and the weakest provenance among them."""
+        world_size = self.topology.world_size
         samples = [] if self.calibration is None else [s for s in self.calibration.transfers if s.op == op]
-        samples = _nearest_world(samples, self.world_size)
+        samples = _nearest_world(samples, world_size)
         if not samples:
             return self._across(self._links_s(shard_bytes, self._inside_peers()), shard_bytes), "analytic"
         measured_world = samples[0].world_size
         sizes, times_s = _best((s.bytes, s.p50_s) for s in samples)
         table_s, inside = _interpolate(sizes, times_s, shard_bytes)
-        if measured_world == self.world_size:
-            return table_s, "measured" if inside else "extrapolated"
+        if measured_world == world_size:
+            return _Times(table_s, table_s, np.zeros_like(table_s)), "measured" if inside else "extrapolated"
         # A table measured inside one node knows nothing of the network: scale it to the peers reached over links inside
         # the node and leave the rest to `_across`.
         if measured_world > self.cluster.devices_per_node:
-            return table_s * (self.world_size - 1) / (measured_world - 1), "extrapolated"
+            scaled_s = table_s * (world_size - 1) / (measured_world - 1)
+            return _Times(scaled_s, scaled_s, np.zeros_like(table_s)), "extrapolated"
         return self._across(table_s * self._inside_peers() / (measured_world - 1), shard_bytes), "extrapolated"
 
     def _inside_peers(self) -> int:
-        """Shards that cross a rank's links inside the node: a ring passes all of them on, a gather only its node's."""
-        if self.one_sided and self.nodes > 1:
-            return self.cluster.devices_per_node - 1
-        return self.world_size - 1
+        """Shards that cross a rank's links inside the node.
+
+        A ring passes all of them on, two-level collectives N times the node's, a gather only its node's.
+        """
+        topology = self.topology
+        if topology.nodes == 1:
+            return topology.world_size - 1
+        if self.one_sided:
+            return topology.group - 1
+        return topology.nodes * (topology.group - 1) if topology.collectives == "two-level" else topology.world_size - 1
 
     def _links_s(self, shard_bytes: Array, peers: int) -> Array:
         link = self.cluster.intra
@@ -205,21 +216,31 @@ class _Timing:
             return link.one_sided_latency_s + peers * shard_bytes / link.one_sided_bytes_per_s
         return link.collective_latency_s + peers * shard_bytes / link.collective_bytes_per_s
 
-    def _across(self, inside_s: Array, shard_bytes: Array) -> Array:
-        """The whole transfer: links and network work at the same time, so the slower of the two decides.
+    def _across(self, inside_s: Array, shard_bytes: Array) -> _Times:
+        """The whole transfer over several nodes. D ranks, G a node, N nodes, K shard bytes.
 
-        D ranks, G a node, K shard bytes (arXiv 2601.19362, appendix D): a ring brings (D - 1) K into each node over all
-        its network cards together. One-sided, each of the G ranks fetches (D - G) K itself over its share of them.
+        A ring (arXiv 2601.19362, appendix D) brings (D - 1) K into each node over all its cards, links at work at the
+        same time, so the slower of the two decides; a shard crosses N - 1 boundaries. Two-level (arXiv 2310.06003,
+        section on PaRO-CC, not overlapped): first each rank collects (N - 1) K from its counterparts, then the node
+        shares N (G
+        - 1) K. One-sided, each rank moves (D - G) K over its share of the cards while it moves the node's own over
+        links.
         """
-        inter = self.cluster.inter
-        if self.nodes == 1 or inter is None:
-            return inside_s
-        group = self.cluster.devices_per_node
+        inter, topology = self.cluster.inter, self.topology
+        if topology.nodes == 1 or inter is None:
+            return _Times(inside_s, inside_s, np.zeros_like(inside_s))
+        d, g, n = topology.world_size, topology.group, topology.nodes
         if self.one_sided:
-            node_bytes = group * (self.world_size - group) * shard_bytes
+            card_bytes_per_s = inter.node_bytes_per_s / g * topology.ranks_per_nic
+            alone_s = (d - g) * shard_bytes / card_bytes_per_s
+            seconds = inter.latency_s + np.maximum(inside_s, alone_s * topology.ranks_per_nic)
+            return _Times(seconds, inside_s, inter.latency_s + alone_s)
+        hops_s = (n - 1) * inter.latency_s
+        if topology.collectives == "two-level":
+            seconds = hops_s + g * (n - 1) * shard_bytes / inter.node_bytes_per_s + inside_s
         else:
-            node_bytes = (self.world_size - 1) * shard_bytes
-        return inter.latency_s + np.maximum(inside_s, node_bytes / inter.node_bytes_per_s)
+            seconds = hops_s + np.maximum(inside_s, (d - 1) * shard_bytes / inter.node_bytes_per_s)
+        return _Times(seconds, inside_s, np.zeros_like(inside_s))
 
 
 def _optimizer(

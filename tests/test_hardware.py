@@ -50,7 +50,7 @@ def error_of(load, tmp_path):
 
 
 def test_builtin_clusters_state_the_source_of_every_section():
-    assert builtin_hardware() == ["a100-nvswitch-roce", "generic", "h100-ib", "h200-nvlink"]
+    assert builtin_hardware() == ["a100-nvswitch-roce", "cloud-100g", "generic", "h100-ib", "h200-nvlink"]
     for name in builtin_hardware():
         cluster = load_cluster(name)
         assert cluster.name == name
@@ -66,7 +66,7 @@ def test_the_papers_machines():
     assert cluster.device.peak_flops == 312e12
     assert cluster.device.memory_bytes == 80 * 2**30
     assert cluster.inter is not None
-    assert cluster.inter.node_bytes_per_s * 8 == 800e9  # 800 Gbps a node
+    assert cluster.inter.node_bytes_per_s * 8 == pytest.approx(0.9 * 800e9)  # 800 Gbps a node, 0.9 of it reached
     # Fig. 11: gather and scatter_accumulate are as fast as NCCL inside a node.
     assert cluster.intra.collective_bytes_per_s == cluster.intra.one_sided_bytes_per_s == 0.8 * 300e9
     assert cluster.overlap["collective"].source == "not measured"

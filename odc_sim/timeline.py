@@ -79,6 +79,15 @@ class Timeline:
         columns = dict(zip(_SPAN_COLUMNS, zip(*rows, strict=True) if rows else [()] * len(COLUMNS), strict=True))
         return _checked(columns, "timeline")
 
+    @classmethod
+    def from_columns(cls, columns: dict[str, Any], where: str = "timeline") -> "Timeline":
+        """A timeline of one sequence a column of COLUMNS; `where` starts the message of an error.
+
+        Raises:
+            InputError: an unknown word, or what `check` finds.
+        """
+        return _checked(columns, where)
+
     def __len__(self) -> int:
         return int(self.rank.size)
 

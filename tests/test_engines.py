@@ -58,7 +58,7 @@ def test_engines_agree_and_idle_time_is_fully_explained(seed, name, options, ran
 
 @pytest.mark.parametrize("name", ["odc", "odc-local-sum"])
 def test_shared_ports_only_ever_cost_time_and_stay_close_to_the_event_engine(name):
-    """The fast engine takes peers to behave as the rank itself. Random transfers as long as compute: see docs/physics.md."""
+    """The fast engine takes peers to behave as the rank itself; here transfers take as long as compute."""
     ratios = []
     for seed in range(120):
         durations = random_durations(

@@ -123,11 +123,17 @@ def load_study(path: str | Path, overrides: dict[str, Any] | None = None) -> Stu
         raise InputError(f"{path}: cannot be read as a study file: {error}") from None
     except tomllib.TOMLDecodeError as error:
         raise InputError(f"{path}: not valid TOML: {error}") from None
+    return make_study({**beside(file.parent, fields), **(overrides or {})}, where=str(path))
+
+
+def beside(folder: Path, fields: dict[str, Any]) -> dict[str, Any]:
+    """`fields` of a file in `folder`, with the file names among them made relative to that folder."""
+    found = dict(fields)
     for name in ("lengths", "plan"):
-        if isinstance(fields.get(name), str):
-            fields[name] = file.parent / fields[name]
+        if isinstance(found.get(name), str):
+            found[name] = folder / found[name]
     for name in ("workload", "model", "hardware"):
-        value = fields.get(name)
-        if isinstance(value, str) and (file.parent / value).is_file():
-            fields[name] = str(file.parent / value)
-    return make_study({**fields, **(overrides or {})}, where=str(path))
+        value = found.get(name)
+        if isinstance(value, str) and (folder / value).is_file():
+            found[name] = str(folder / value)
+    return found

@@ -5,15 +5,15 @@ the loop over units is outside and the loop over ranks inside, since ranks meet 
 that rank d runs in the pass at hand, -1 if none: that is how ranks whose last microbatches differ still reduce
 together under collective-deferred.
 
-Times per rank are rows of `state`; see the row names below.
+Times per rank are rows of `state`; see the row names below. One file although it is long: numba's cache on disk does not
+notice a change in a kernel that is called from another file.
 """
-
-from typing import Any, NamedTuple
 
 import numpy as np
 
 from odc_sim.compiled import compiled
 from odc_sim.durations import Array
+from odc_sim.fast_arrays import Inputs, Rules, Scratch
 
 # rows of `state`: when each stream of a rank is free; the `+=` after its last push and what sharing ports added to
 # that push
@@ -41,61 +41,6 @@ LAYER, MICROBATCH, MINIBATCH, CONTENTION, EXPOSED_UNSHARD, EXPOSED_REDUCE, SLOWD
     range(10)
 )
 SHARD_COMMUNICATOR, REDUCE_COMMUNICATOR = range(2)
-
-
-class Rules(NamedTuple):
-    """A `Schedule` as numbers."""
-
-    one_sided: bool
-    deferred: bool
-    local_sum: bool
-    barrier_layer: bool
-    barrier_microbatch: bool
-    forward_prefetch: int
-    backward_prefetch: int
-    separate_reduce: bool
-    overlap_tail: bool
-    share_ports: bool
-    host_forward_s: float
-    host_backward_s: float
-    end_s: float
-    """Optimizer and publish."""
-
-
-class Inputs(NamedTuple):
-    """The arrays of a `Durations`."""
-
-    counts: Any  # [B, D]
-    forward_s: Array  # [B, M, K, D]
-    backward_s: Array
-    slot_class: Any  # [L + 2]
-    unit_s: Array  # [7, U]
-    gather_forward_stretch: Array  # [B, M, D]
-    gather_backward_stretch: Array
-    reduce_stretch: Array
-
-
-class Scratch(NamedTuple):
-    """Working arrays of one minibatch, made once. X: collectives of one microbatch."""
-
-    state: Array  # [STATE_ROWS, D]
-    ports: Array  # [D, PORT_COLUMNS]
-    gate: Array  # [D]
-    ready: Array  # [D]
-    never: Array  # [D] of -inf
-    copy_outs: Array  # [U, D]
-    gather_end: Array  # [U, D]
-    gather_extra: Array  # [U, D] what sharing ports added
-    gather_issue: Array  # [U, D]
-    gather_at: Any  # [U] position of the pending gather in the log of collectives, -1 if none is pending
-    mb: Any  # [D]
-    log_free: Array  # [X, D] from when on rank d and the communicator waited for peers only
-    log_start: Array  # [X]
-    log_cause: Any  # [X]
-    log_communicator: Any  # [X]
-    chain: Array  # [2] when each communicator is free
-    reductions: Any  # [D]
-    counter: Any  # [2] collectives logged, log position of the last reduction
 
 
 # ---- ports of one rank: its pull (gather) and its push (scatter_accumulate) each get half while both run

@@ -4,17 +4,18 @@
     torchrun ... -m odc_kernels.bench --out ...                   ranks already started
     python -m odc_kernels.bench --ranks 2 --backend cpu --out /tmp/bench --sizes 65536
 
-Writes rows.csv (one row per size and way), samples.csv (every sample behind it), calibration.json (the same in the form
-that `odc simulate --calibration` reads; plain collectives and our own transfers only) and environment.json, then the
-tables and plots made from them.
+Writes rows.csv (one row per size and way), samples.csv (the samples behind it), beside.csv (the same transfers beside
+matrix products), calibration.json (both in the form that `odc simulate --calibration` reads; plain collectives and our
+own transfers only) and environment.json, then tables and plots made from them.
 """
 
 import argparse
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -29,7 +30,7 @@ from odc_kernels.bench_cases import (
     reduce_scatter_case,
     scatter_case,
 )
-from odc_kernels.bench_files import Recorder, make_row
+from odc_kernels.bench_files import LARGE_GEMM, Recorder, make_beside_row, make_row
 from odc_kernels.overlap import time_beside
 from odc_kernels.ranks import run_ranks
 from odc_kernels.scatter_accumulate import accumulator_numel
@@ -45,7 +46,8 @@ SWEEP_PROGRAMS = (8, 16, 32, 64, 96, 132, 264)
 PIECES_BYTES = 64 << 10
 PIECES = (1, 2, 4, 7)
 """How many copies a gather makes, tried at one size: those of 2, 3, 5 and 8 ranks."""
-GEMM_SIZE = 8192
+GEMM_SIZES = (LARGE_GEMM, 4096)
+"""Products of about 1.4 and 0.2 ms on an H200: kernels wait for the multiprocessors until one ends."""
 CPU_CACHE_BYTES = 32 << 20
 BF16_BYTES, FP32_BYTES = 2, 4
 
@@ -133,9 +135,7 @@ class _Measure:
         self._options = options
         self._device = device
         self.recorder = recorder
-        size = GEMM_SIZE if device.type == "cuda" else 16
-        self._a, self._b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
-        self._c = torch.empty_like(self._a)
+        self._gemms = {size: _gemm(size, device) for size in GEMM_SIZES} if options.beside else {}
 
     def __call__(self, case: Case, num_bytes: int) -> None:
         # On a stream of its own, as in FSDP2; NCCL's copy-engine collectives refuse the default stream.
@@ -143,14 +143,17 @@ class _Measure:
         with torch.cuda.stream(stream):
             case.check()
             alone = time_alone(case.call, self._device)
-        beside = None
-        if self._options.beside and num_bytes >= BESIDE_BYTES:  # pragma: cuda-only
-            beside = time_beside(case.call, self.gemm, self._device)
-        self.recorder.add(make_row(case, num_bytes, alone, beside), alone)
+        beside = []
+        if num_bytes >= BESIDE_BYTES:
+            for size, gemm in self._gemms.items():  # pragma: cuda-only
+                beside.append(make_beside_row(case, num_bytes, size, time_beside(case.call, gemm, self._device)))
+        self.recorder.add(make_row(case, num_bytes, alone), alone, beside)
 
-    def gemm(self) -> None:
-        """The compute beside: a square bf16 matrix product of random numbers."""
-        torch.mm(self._a, self._b, out=self._c)
+
+def _gemm(size: int, device: torch.device) -> Callable[[], None]:  # pragma: cuda-only
+    """The compute beside transfers: a square bf16 matrix product of random numbers."""
+    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    return partial(torch.mm, a, b, out=torch.empty_like(a))
 
 
 def _slots(num_bytes: int, world_size: int, device: torch.device) -> int:
@@ -183,6 +186,8 @@ def _cases(
     yield scatter_case(buffers, accumulators, numel_fp32, slots, backend=atomic)
     yield scatter_case(buffers, accumulators, numel_fp32, slots, backend=f"{atomic}-from-bf16", from_bf16=True)
     yield scatter_case(buffers, slots_window, numel_fp32, slots, backend=fixed, deterministic=True)
+    copied = f"{own}-copy-overwrite"
+    yield scatter_case(buffers, slots_window, numel_fp32, slots, backend=copied, deterministic=True, overwrite=True)
     if num_bytes == SWEEP_BYTES and own != "cpu":  # pragma: cuda-only
         for programs in SWEEP_PROGRAMS:
             label = f"{atomic}@{programs}"

@@ -170,6 +170,7 @@ def scatter_case(
     *,
     backend: str,
     deterministic: bool = False,
+    overwrite: bool = False,
     from_bf16: bool = False,
     num_programs: int = NUM_PROGRAMS,
 ) -> Case:
@@ -182,7 +183,12 @@ def scatter_case(
     def call(number: int) -> None:
         slot = number % slots
         scatter_accumulate(
-            window, wholes[slot], offset=slot * numel, deterministic=deterministic, num_programs=num_programs
+            window,
+            wholes[slot],
+            offset=slot * numel,
+            deterministic=deterministic,
+            overwrite=overwrite,
+            num_programs=num_programs,
         )
 
     def check() -> None:

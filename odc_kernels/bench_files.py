@@ -1,8 +1,9 @@
-"""What `bench` writes: rows.csv, samples.csv, calibration.json, environment.json, then tables and plots from them."""
+"""What `bench` writes: rows.csv, beside.csv, samples.csv, calibration.json, environment.json; tables and plots of them."""
 
 import csv
 import dataclasses
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,9 @@ from odc_kernels.overlap import Beside
 from odc_kernels.timing import Timing
 from odc_sim.calibration import Calibration, Ceilings, TransferSample, write_calibration
 from odc_sim.header import header, write_json
+
+LARGE_GEMM = 8192
+"""The products whose slowdowns go into calibration.json."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,19 +37,31 @@ class Row:
     samples: int
     bytes_per_s: float
     """Received per rank: (world_size - 1) * bytes / p50_s."""
-    transfer_alone_s: float | None = None
-    transfer_beside_s: float | None = None
-    gemm_alone_s: float | None = None
-    gemm_beside_s: float | None = None
-    slowdown_transfer: float | None = None
-    slowdown_compute: float | None = None
-    flagged: bool = False
 
 
-def make_row(case: Case, num_bytes: int, alone: Timing, beside: Beside | None) -> Row:
-    """The row of one case."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BesideRow:
+    """One line of beside.csv: a transfer beside matrix products of gemm_size x gemm_size bf16 matrices."""
+
+    op: str
+    backend: str
+    world_size: int
+    bytes: int
+    dtype: str
+    gemm_size: int
+    transfer_alone_s: float
+    transfer_beside_s: float
+    gemm_alone_s: float
+    gemm_beside_s: float
+    slowdown_transfer: float
+    slowdown_compute: float
+    flagged: bool
+
+
+def make_row(case: Case, num_bytes: int, alone: Timing) -> Row:
+    """The row of a case timed alone."""
     world_size = dist.get_world_size()
-    row = Row(
+    return Row(
         op=case.op,
         backend=case.backend,
         world_size=world_size,
@@ -57,14 +73,21 @@ def make_row(case: Case, num_bytes: int, alone: Timing, beside: Beside | None) -
         samples=len(alone.samples),
         bytes_per_s=(world_size - 1) * num_bytes / alone.p50_s,
     )
-    if beside is None:
-        return row
-    return dataclasses.replace(
-        row,
-        **dataclasses.asdict(beside),
+
+
+def make_beside_row(case: Case, num_bytes: int, gemm_size: int, beside: Beside) -> BesideRow:
+    """The row of a case timed beside products."""
+    return BesideRow(
+        op=case.op,
+        backend=case.backend,
+        world_size=dist.get_world_size(),
+        bytes=num_bytes,
+        dtype=case.dtype,
+        gemm_size=gemm_size,
         slowdown_transfer=beside.slowdown_transfer,
         slowdown_compute=beside.slowdown_compute,
-        flagged=beside.flagged or beside.transfer_beside_s < alone.p50_s,
+        flagged=beside.flagged,
+        **dataclasses.asdict(beside),
     )
 
 
@@ -78,6 +101,7 @@ class Recorder:
         self._out = out
         self._record = record
         self._rows: list[Row] = []
+        self._beside: list[BesideRow] = []
         self._samples: list[dict[str, Any]] = []
         if record:
             out.mkdir(parents=True, exist_ok=True)
@@ -85,16 +109,21 @@ class Recorder:
             self._header["environment"] |= environment.describe()
             self._hbm_bytes_per_s = hbm_bytes_per_s() if torch.cuda.is_available() else None
 
-    def add(self, row: Row, alone: Timing) -> None:
-        """Print the row, and write all files."""
+    def add(self, row: Row, alone: Timing, beside: Sequence[BesideRow]) -> None:
+        """Print the rows, and write all files."""
         if not self._record:
             return
         print(report.line(dataclasses.asdict(row)), flush=True)
+        for other in beside:
+            print(report.beside_line(dataclasses.asdict(other)), flush=True)
         self._rows.append(row)
-        names = {"op": row.op, "backend": row.backend, "bytes": row.bytes}
-        self._samples += [names | {"sample": i, "seconds": f"{s:.4g}"} for i, s in enumerate(alone.samples)]
+        self._beside += beside
+        seconds = " ".join(f"{sample:.4g}" for sample in alone.samples)
+        self._samples.append({"op": row.op, "backend": row.backend, "bytes": row.bytes, "seconds": seconds})
         _write_csv(self._out / "rows.csv", [dataclasses.asdict(row) for row in self._rows])
         _write_csv(self._out / "samples.csv", self._samples)
+        if self._beside:
+            _write_csv(self._out / "beside.csv", [dataclasses.asdict(row) for row in self._beside])
         write_json(self._out / "environment.json", self._header)
         write_calibration(self._out / "calibration.json", self._calibration())
 
@@ -106,36 +135,36 @@ class Recorder:
 
     def _calibration(self) -> Calibration:
         """What FSDP2 and ODC use: plain collectives and our own transfers, without variants and sweeps."""
-        rows = [row for row in self._rows if not row.backend.startswith("nccl-") and "@" not in row.backend]
-        transfers = tuple(
-            TransferSample(
-                op=row.op,  # type: ignore[arg-type]
-                backend=row.backend,
-                world_size=row.world_size,
-                bytes=row.bytes,
-                dtype=row.dtype,
-                p20_s=row.p20_s,
-                p50_s=row.p50_s,
-                p80_s=row.p80_s,
-                samples=row.samples,
-                flagged=row.flagged,
-                overlapped_p50_s=row.transfer_beside_s,
-                slowdown_compute=row.slowdown_compute,
+        beside = {(row.op, row.backend, row.bytes): row for row in self._beside if row.gemm_size == LARGE_GEMM}
+        transfers = []
+        for row in self._rows:
+            if row.backend.startswith("nccl-") or "@" in row.backend:
+                continue
+            other = beside.get((row.op, row.backend, row.bytes))
+            transfers.append(
+                TransferSample(
+                    op=row.op,  # type: ignore[arg-type]
+                    backend=row.backend,
+                    world_size=row.world_size,
+                    bytes=row.bytes,
+                    dtype=row.dtype,
+                    p20_s=row.p20_s,
+                    p50_s=row.p50_s,
+                    p80_s=row.p80_s,
+                    samples=row.samples,
+                    flagged=other is not None and (other.flagged or other.transfer_beside_s < row.p50_s),
+                    overlapped_p50_s=None if other is None else other.transfer_beside_s,
+                    slowdown_compute=None if other is None else other.slowdown_compute,
+                )
             )
-            for row in rows
-        )
-        gemms = [row.gemm_alone_s for row in self._rows if row.gemm_alone_s is not None]
         ceilings = None
-        if gemms and self._hbm_bytes_per_s is not None:  # pragma: cuda-only
-            from odc_kernels.bench import GEMM_SIZE
-
-            gathers = [row.bytes_per_s for row in rows if row.op == "gather"]
+        if beside and self._hbm_bytes_per_s is not None:  # pragma: cuda-only
             ceilings = Ceilings(
-                gemm_flops=2 * GEMM_SIZE**3 / statistics.median(gemms),
+                gemm_flops=2 * LARGE_GEMM**3 / statistics.median(row.gemm_alone_s for row in beside.values()),
                 hbm_bytes_per_s=self._hbm_bytes_per_s,
-                p2p_bytes_per_s=max(gathers, default=None),
+                p2p_bytes_per_s=max((row.bytes_per_s for row in self._rows if row.op == "gather"), default=None),
             )
-        return Calibration(**self._header, transfers=transfers, ceilings=ceilings)
+        return Calibration(**self._header, transfers=tuple(transfers), ceilings=ceilings)
 
 
 def hbm_bytes_per_s() -> float:  # pragma: cuda-only

@@ -15,12 +15,12 @@ from odc_sim.errors import InputError, unknown_name
 Method = Literal["auto", "copy", "triton"]
 METHODS: tuple[Method, ...] = ("auto", "copy", "triton")
 
-# Measured: reports/kernels-h200, two H200s, NVLink 4, torch 2.11.0, triton 3.6.0, 2026-11-29. Seconds of a 4 KiB shard
-# (launches back to back) and bytes per second of a 256 MiB one.
-COPY_LAUNCH_S = 8e-6
-TRITON_LAUNCH_S = 20e-6
-COPY_BYTES_PER_S = 371e9
-TRITON_BYTES_PER_S = 335e9
+# Measured: reports/kernels-h200, two H200s, NVLink 4, torch 2.11.0, triton 3.6.0, 2026-11-29. Host seconds to launch
+# (cuda-copy@1 to @7, and cuda-triton, at 64 KiB), and bytes per second at 256 MiB.
+COPY_LAUNCH_S = 12e-6  # for each peer
+TRITON_LAUNCH_S = 36e-6
+COPY_BYTES_PER_S = 370e9
+TRITON_BYTES_PER_S = 332e9
 
 BLOCK = 8192  # elements a tile
 NUM_WARPS = 16
@@ -67,9 +67,17 @@ def choose_method(window: Window, output: torch.Tensor) -> Method:
         return "triton"  # a copy that casts is a kernel per peer, and not a copy engine's
     num_peers = window.world_size - 1  # pragma: cuda-only
     num_bytes = num_peers * (output.numel() // window.world_size) * output.element_size()  # pragma: cuda-only
-    copy_s = num_peers * COPY_LAUNCH_S + num_bytes / COPY_BYTES_PER_S  # pragma: cuda-only
-    triton_s = TRITON_LAUNCH_S + num_bytes / TRITON_BYTES_PER_S  # pragma: cuda-only
-    return "copy" if copy_s <= triton_s else "triton"  # pragma: cuda-only
+    return faster(num_peers, num_bytes)  # pragma: cuda-only
+
+
+def faster(num_peers: int, num_bytes: int) -> Literal["copy", "triton"]:
+    """The faster way to read this many bytes in all: bound by launches where small, by the link where large.
+
+    So from one or two peers always `copy`; from seven, `triton` below about 4 MB a shard.
+    """
+    copy_s = max(num_peers * COPY_LAUNCH_S, num_bytes / COPY_BYTES_PER_S)
+    triton_s = max(TRITON_LAUNCH_S, num_bytes / TRITON_BYTES_PER_S)
+    return "copy" if copy_s <= triton_s else "triton"
 
 
 def _pull(window: Window, output: torch.Tensor, shard_numel: int, offset: int, skip_self: bool) -> None:
@@ -80,12 +88,12 @@ def _pull(window: Window, output: torch.Tensor, shard_numel: int, offset: int, s
     import triton.language as tl
 
     from odc_kernels.kernels import pull_kernel
-    from odc_kernels.launch import num_programs
+    from odc_kernels.launch import programs
 
     element = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}.get(window.dtype)
     if element is None:
         raise InputError(f"gather with method 'triton': got a window of {window.dtype}, expected fp32, bf16 or fp16")
-    pull_kernel[(num_programs(window.device, NUM_PROGRAMS),)](
+    pull_kernel[(programs(window.device, NUM_PROGRAMS),)](
         window.addresses,
         output,
         shard_numel,
@@ -93,7 +101,7 @@ def _pull(window: Window, output: torch.Tensor, shard_numel: int, offset: int, s
         window.rank,
         window.world_size,
         int(skip_self),
-        WINDOW_DTYPE=element,
-        BLOCK=BLOCK,
+        window_dtype=element,
+        block=BLOCK,
         num_warps=NUM_WARPS,
     )

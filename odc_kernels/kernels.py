@@ -21,20 +21,20 @@ def pull_kernel(
     rank,
     world_size,
     skip_self,  # 1: the own shard of `output` is left as it is
-    WINDOW_DTYPE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    window_dtype: tl.constexpr,
+    block: tl.constexpr,
 ):
-    """output[r * shard_numel : (r + 1) * shard_numel] = window of r [offset : offset + shard_numel], for every rank r."""
+    """output[r * shard_numel : (r + 1) * shard_numel] = window of r [offset : offset + shard_numel], every rank r."""
     num_peers = world_size - skip_self
-    num_tiles = tl.cdiv(shard_numel, BLOCK) * num_peers
+    num_tiles = tl.cdiv(shard_numel, block) * num_peers
     for entry in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         peer = (rank + 1 + entry % num_peers) % world_size
-        start = (entry // num_peers).to(tl.int64) * BLOCK
-        source = tl.multiple_of(tl.load(addresses + peer).to(tl.pointer_type(WINDOW_DTYPE)), 16)
-        lanes = tl.arange(0, BLOCK)
+        start = (entry // num_peers).to(tl.int64) * block
+        source = tl.multiple_of(tl.load(addresses + peer).to(tl.pointer_type(window_dtype)), 16)
+        lanes = tl.arange(0, block)
         from_ = source + (offset + start) + lanes
         to = output + (peer.to(tl.int64) * shard_numel + start) + lanes
-        if start + BLOCK <= shard_numel:
+        if start + block <= shard_numel:
             tl.store(to, tl.load(from_).to(output.dtype.element_ty))
         else:
             inside = start + lanes < shard_numel
@@ -49,22 +49,22 @@ def push_add_kernel(
     offset,  # in the window, elements
     rank,
     world_size,
-    BLOCK: tl.constexpr,
+    block: tl.constexpr,
 ):
     """window of r [offset : offset + shard_numel] += gradients[r * shard_numel : (r + 1) * shard_numel], every rank r.
 
     Each addition is atomic, so any number of ranks and streams may push at once. Nothing is read back: on sm_90 a
     thread's four additions are one 16-byte reduction that the owner's L2 carries out. Denormals are flushed to zero.
     """
-    num_tiles = tl.cdiv(shard_numel, BLOCK) * world_size
+    num_tiles = tl.cdiv(shard_numel, block) * world_size
     for entry in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         peer = (rank + 1 + entry % world_size) % world_size
-        start = (entry // world_size).to(tl.int64) * BLOCK
+        start = (entry // world_size).to(tl.int64) * block
         target = tl.multiple_of(tl.load(addresses + peer).to(tl.pointer_type(tl.float32)), 16)
-        lanes = tl.arange(0, BLOCK)
+        lanes = tl.arange(0, block)
         from_ = gradients + (peer.to(tl.int64) * shard_numel + start) + lanes
         to = target + (offset + start) + lanes
-        if start + BLOCK <= shard_numel:
+        if start + block <= shard_numel:
             tl.atomic_add(to, tl.load(from_).to(tl.float32), sem="relaxed", scope="sys")
         else:
             inside = start + lanes < shard_numel

@@ -1,13 +1,12 @@
 """What gather and scatter_accumulate need to launch their kernels, compiled or interpreted."""
 
-import triton
-
 import torch
+import triton
 
 from odc_sim.errors import InputError
 
 
-def num_programs(device: torch.device, wanted: int) -> int:
+def programs(device: torch.device, wanted: int) -> int:
     """How many programs to launch on `device`.
 
     Raises:

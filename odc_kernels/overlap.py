@@ -1,17 +1,20 @@
 """How a transfer and a matrix product slow each other when both go on at once.
 
-Both go back to back, and only what lies within the time in which both were going is counted. Each is also timed alone,
-in turn with both together, so that all three see the same clocks, power and temperature.
+Products run back to back without a pause through three phases; in the middle one, transfers run back to back on another
+stream. Products of the first and last phase are "alone", those within the transfers' time "beside". Timing the products
+alone in a run of their own will not do: after a pause a GPU clocks higher for a while, and whatever is timed second
+looks slowed (by 9 % on an H200).
 """
 
 import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-from odc_kernels.timing import Call, Interval, Marks, agree_max, estimate, plan, synchronize
+from odc_kernels.timing import Call, Interval, Marks, agree_max, estimate, synchronize
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,67 +42,84 @@ class Beside:
         return self.slowdown_transfer < 1 or self.slowdown_compute < 1
 
 
-def coinciding(transfers: Sequence[Interval], products: Sequence[Interval]) -> tuple[list[float], list[float]]:
-    """Durations of the transfers and products that lie wholly within the time in which both kinds were going."""
+class Durations(NamedTuple):
+    """Seconds each."""
+
+    transfers_beside: list[float]
+    products_beside: list[float]
+    products_alone: list[float]
+
+
+def split(transfers: Sequence[Interval], products: Sequence[Interval]) -> Durations:
+    """What ran beside what. Beside: wholly within the time in which both kinds were going; alone: wholly outside it.
+
+    The product next to either end of that time is neither: other ranks begin and end a little earlier or later.
+    """
     begin = max(transfers[0][0], products[0][0])
     end = min(transfers[-1][1], products[-1][1])
+    before = [stop - start for start, stop in products if stop <= transfers[0][0]][:-1]
+    after = [stop - start for start, stop in products if start >= transfers[-1][1]][1:]
 
     def inside(intervals: Sequence[Interval]) -> list[float]:
         return [stop - start for start, stop in intervals if start >= begin and stop <= end]
 
-    return inside(transfers), inside(products)
+    return Durations(inside(transfers), inside(products), before + after)
 
 
 def time_beside(
-    call: Call, gemm: Callable[[], None], device: torch.device, *, rounds: int = 5, gemms: int = 20, sample_s: float = 2e-4
+    call: Call, gemm: Callable[[], None], device: torch.device, *, rounds: int = 4, phase_s: float = 0.03
 ) -> Beside:  # pragma: cuda-only
-    """Time `call` on a stream of its own and `gemm` on the current one: each alone, then both together, in turn."""
+    """Time `call` on a stream of its own and `gemm` on the current one, in phases of about `phase_s` seconds."""
     stream = torch.cuda.Stream(device, priority=-1)  # as FSDP2's own streams for transfers
-    gemm_s = estimate(lambda _: gemm(), device)
+    gemms = math.ceil(phase_s / estimate(lambda _: gemm(), device))
     with torch.cuda.stream(stream):
         call_s = estimate(call, device)
-    calls_each, _ = plan(call_s, sample_s=sample_s, samples=1, total_s=0)
-    samples = max(5, math.ceil(gemms * gemm_s / (calls_each * call_s)))
-
-    def sample(number: int) -> None:
-        for i in range(calls_each):
-            call(number * calls_each + i)
-
-    times: dict[str, list[float]] = {name: [] for name in ("transfer_alone", "transfer_beside", "gemm_alone", "gemm_beside")}
-    for _ in range(rounds):
-        transfers, _ = _round(sample, samples, gemm, 0, stream, device)
-        times["transfer_alone"] += [end - start for start, end in transfers]
-        _, products = _round(sample, 0, gemm, gemms, stream, device)
-        times["gemm_alone"] += [end - start for start, end in products]
-        transfers, products = _round(sample, samples, gemm, gemms, stream, device)
-        beside, products_beside = coinciding(transfers, products)
-        times["transfer_beside"] += beside
-        times["gemm_beside"] += products_beside
-    calls = {"transfer_alone": calls_each, "transfer_beside": calls_each, "gemm_alone": 1, "gemm_beside": 1}
-    medians = {f"{name}_s": statistics.median(times[name]) / calls[name] for name in times}
-    return Beside(**{name: agree_max(value, device) for name, value in medians.items()})
+    alone: list[float] = []
+    beside = Durations([], [], [])
+    for number in range(rounds + 1):
+        calls = max(8, math.ceil(phase_s / call_s))
+        transfers, _ = _run(call, calls, gemm, 0, stream, device)
+        alone += [stop - start for start, stop in transfers[1:]]
+        found = split(*_run(call, calls, gemm, gemms, stream, device))
+        call_s = agree_max(statistics.median(found.transfers_beside or [call_s]), device)
+        if number > 0:  # the first one served to learn how many calls fill a phase
+            beside = Durations(*(old + new for old, new in zip(beside, found, strict=True)))
+    medians = {
+        "transfer_alone_s": statistics.median(alone),
+        "transfer_beside_s": statistics.median(beside.transfers_beside),
+        "gemm_alone_s": statistics.median(beside.products_alone),
+        "gemm_beside_s": statistics.median(beside.products_beside),
+    }
+    return Beside(**{name: agree_max(seconds, device) for name, seconds in medians.items()})
 
 
-def _round(
-    sample: Call, samples: int, gemm: Callable[[], None], gemms: int, stream: torch.cuda.Stream, device: torch.device
+def _run(
+    call: Call, calls: int, gemm: Callable[[], None], gemms: int, stream: torch.cuda.Stream, device: torch.device
 ) -> tuple[list[Interval], list[Interval]]:  # pragma: cuda-only
-    """When each sample and each product ran, the first of each left out: the other kind was not yet under way."""
+    """When each call and each product ran; `gemms` products a phase, the first half of the first phase not counted."""
     transfer_marks, gemm_marks = Marks(device), Marks(device)
     synchronize(device)
-    gemm_marks.mark()
+    for number in range(gemms):
+        if number == gemms // 2:
+            gemm_marks.mark()
+        gemm()
+        if number >= gemms // 2:
+            gemm_marks.mark()
+    if not gemms:
+        gemm_marks.mark()
+    stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         transfer_marks.mark()
-    done = 0
-    steps = max(gemms, 1)
-    for step in range(1, steps + 1):
+    done, steps = 0, max(gemms, 1)
+    for step in range(1, 2 * steps + 1):
         if gemms:
             gemm()
             gemm_marks.mark()
         # Enqueued in turn, so that neither stream runs dry before the host comes back to it.
         with torch.cuda.stream(stream):
-            while done < samples * step // steps:
-                sample(done)
+            while done < min(calls, calls * step // steps):
+                call(done)
                 transfer_marks.mark()
                 done += 1
     synchronize(device)
-    return transfer_marks.intervals_s(gemm_marks)[1:], gemm_marks.intervals_s(gemm_marks)[1:]
+    return transfer_marks.intervals_s(gemm_marks), gemm_marks.intervals_s(gemm_marks)

@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 
 def all_gather(output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
-    """output [world_size * shard] = every rank's `shard`, in rank order. In place where shard is its slice of output."""
+    """output [world_size * shard] = every rank's `shard`, in rank order. In place where shard is a slice of output."""
     dist.all_gather_into_tensor(output, shard, group=group)
 
 

@@ -1,8 +1,8 @@
 """Ranks meeting through the job's key-value store: every wait has a deadline and names the ranks it waited for.
 
-torch's collectives either hang or say "timed out" without naming who is missing, and a rank that fails before one leaves
-the others inside it. Here each rank leaves a note under its own key and waits for the notes of the others; a rank that
-cannot go on says so in its note, so that all ranks stop with the same line.
+torch's collectives either hang or say "timed out" without naming who is missing, and a rank that fails before one
+leaves the others inside it. Here each rank leaves a note under its own key and waits for the notes of the others; a
+rank that cannot go on says so in its note, so that all ranks stop with the same line.
 """
 
 import json
@@ -49,7 +49,9 @@ class Rendezvous:
         """
         self.exchange(what, None, timeout_s=timeout_s)
 
-    def exchange(self, what: str, value: Any, *, problem: str | None = None, timeout_s: float | None = None) -> list[Any]:
+    def exchange(
+        self, what: str, value: Any, *, problem: str | None = None, timeout_s: float | None = None
+    ) -> list[Any]:
         """Every rank's `value` [world_size], which must have a JSON form; `what` names the meeting in messages.
 
         A rank that cannot go on passes `problem`, a part of a sentence; then every rank raises it.

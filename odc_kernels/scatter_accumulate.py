@@ -5,7 +5,8 @@ staging buffer, no receiver. A rank may push as often as it has microbatches. Tw
 
     atomic          [numel]: everyone adds to the same elements. fp32 sums depend on who came first in the last bits.
     deterministic   [world_size, numel]: one slot per sender, which `drain` sums in rank order: bitwise repeatable, at
-                    world_size times the memory. Pushes of one rank must then be on one stream.
+                    world_size times the memory. Pushes of one rank must then be on one stream. The first push of a sum
+                    may `overwrite` the slot instead: then copy engines do it, and need not wait for multiprocessors.
 """
 
 from typing import Literal
@@ -36,18 +37,21 @@ def scatter_accumulate(
     *,
     offset: int = 0,
     deterministic: bool = False,
+    overwrite: bool = False,
     method: Method = "auto",
     num_programs: int = NUM_PROGRAMS,
 ) -> None:
     """Rank r's accumulator [offset : offset + shard] += gradients[r], for every rank r; on the current stream.
 
-    Peers see it after a barrier of the window. `window.local` must be zeroed before the first push of a sum.
+    Peers see it after a barrier of the window. What is added to must be zeroed, or overwritten, by the first push of a
+    sum; a rank that has nothing to push must leave zeros in its slots.
 
     Args:
         window: fp32, of `accumulator_numel` elements.
         gradients: [world_size * shard], fp32 or bf16, contiguous, on the window's device.
         offset: where the shard begins in every rank's accumulator; a multiple of 16 is fastest.
         deterministic: the window has a slot per sender.
+        overwrite: replace what the slots held before; only for the deterministic layout.
         method: `triton` on GPUs; on a CPU `torch`, or `triton` where the kernels are interpreted.
         num_programs: Triton programs to launch; each takes room on one multiprocessor from the compute beside it.
 
@@ -58,6 +62,10 @@ def scatter_accumulate(
         raise InputError(f"scatter_accumulate: got a window of {window.dtype}, expected torch.float32")
     if gradients.dtype not in (torch.float32, torch.bfloat16):
         raise InputError(f"scatter_accumulate: got gradients of {gradients.dtype}, expected fp32 or bf16")
+    if overwrite and not deterministic:
+        raise InputError(
+            "scatter_accumulate: overwrite needs the deterministic layout: other ranks' sums would be lost"
+        )
     slot_numel = _slot_numel(window, deterministic)
     shard_numel = check_shards(window, gradients, offset, slot_numel)
     if method == "auto":
@@ -67,7 +75,9 @@ def scatter_accumulate(
     if shard_numel == 0:
         return
     start = offset + window.rank * slot_numel * deterministic
-    if method == "torch":
+    if overwrite:
+        _replace(window, gradients.view(window.world_size, shard_numel), start)
+    elif method == "torch":
         _push_torch(window, gradients.view(window.world_size, shard_numel), start, exclusive=not deterministic)
     else:
         _push_triton(window, gradients, shard_numel, start, num_programs)
@@ -106,6 +116,12 @@ def _slot_numel(window: Window, deterministic: bool) -> int:
     return slot_numel
 
 
+def _replace(window: Window, chunks: torch.Tensor, start: int) -> None:
+    for step in range(1, window.world_size + 1):
+        peer = (window.rank + step) % window.world_size
+        window.write(chunks[peer], peer, start)
+
+
 def _push_torch(window: Window, chunks: torch.Tensor, start: int, *, exclusive: bool) -> None:
     for step in range(1, window.world_size + 1):
         peer = (window.rank + step) % window.world_size
@@ -125,17 +141,17 @@ def _push_triton(window: Window, gradients: torch.Tensor, shard_numel: int, star
         raise InputError(
             "scatter_accumulate: a peer is on another host, where atomic additions do not reach; shard within hosts"
         )
-    from odc_kernels import launch
     from odc_kernels.kernels import push_add_kernel
+    from odc_kernels.launch import programs
 
-    push_add_kernel[(launch.num_programs(window.device, num_programs),)](
+    push_add_kernel[(programs(window.device, num_programs),)](
         gradients,
         window.addresses,
         shard_numel,
         start,
         window.rank,
         window.world_size,
-        BLOCK=BLOCK,
+        block=BLOCK,
         num_warps=NUM_WARPS,
     )
 

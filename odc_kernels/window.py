@@ -9,7 +9,7 @@ A window is opened by all ranks of a group at once, with the same size, dtype an
 `addresses` is what kernels use: the same pointers as one int64 tensor on the device. Backends:
 
     cuda     torch symmetric memory over NVLink or PCIe, GPUs of one host (default on GPUs)
-    nvshmem  NVSHMEM's heap through nvshmem4py; peers on other hosts are reached with `read`
+    nvshmem  NVSHMEM's heap through nvshmem4py; peers on other hosts are reached with `read` and `write`
     cpu      shared files, ranks of one host (default without a GPU; what CI runs)
 """
 
@@ -41,6 +41,8 @@ class Memory:
     """Excludes all other holders of the same rank's lock; None where additions are atomic in hardware."""
     read_far: Callable[[torch.Tensor, int, int], None] | None = None
     """(output, peer, offset): read from a peer that is None in `peers`."""
+    write_far: Callable[[torch.Tensor, int, int], None] | None = None
+    """(values, peer, offset): write to such a peer."""
 
 
 class Window:
@@ -58,7 +60,7 @@ class Window:
         self.local = local
         """This rank's own memory [numel]."""
         self.peers = memory.peers
-        """Every rank's memory, [world_size] tensors [numel]; the own one is `local`; None: only `read` reaches it."""
+        """Every rank's memory, [world_size] tensors [numel]; the own one is `local`; None: only `read`, `write`."""
         self.reaches_all = all(peer is not None for peer in memory.peers)
         """Whether every peer is in `peers`, so that kernels reach it by its address."""
         self.numel = local.numel()
@@ -88,6 +90,16 @@ class Window:
         assert self._memory.read_far is not None  # pragma: cuda-only
         self._memory.read_far(output, peer, offset)  # pragma: cuda-only
 
+    def write(self, values: torch.Tensor, peer: int, offset: int = 0) -> None:
+        """Copy `values` into rank `peer`'s memory, from `offset` on, on the current stream; seen after a barrier."""
+        target = self.peers[peer]
+        if target is not None:
+            target[offset : offset + values.numel()].copy_(values, non_blocking=True)
+            return
+        assert self._memory is not None  # pragma: cuda-only
+        assert self._memory.write_far is not None  # pragma: cuda-only
+        self._memory.write_far(values, peer, offset)  # pragma: cuda-only
+
     def close(self, timeout_s: float | None = None) -> None:
         """Free the memory once every rank has called it. Views of `local` or `peers` must be dropped before.
 
@@ -106,7 +118,9 @@ class Window:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if kind is None:
             self.close()
         else:  # Peers may not come to a barrier any more; waiting for them would hide the error.

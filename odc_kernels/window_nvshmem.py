@@ -1,7 +1,7 @@
 """Windows in NVSHMEM's symmetric heap, through nvshmem4py: GPUs of one host or of many.
 
-Peers of the same host are ordinary tensors. Those of other hosts are None, and read through NVSHMEM's network; atomic
-additions do not reach them, so shard within hosts and reduce across them otherwise.
+Peers of the same host are ordinary tensors. Those of other hosts are None, and read and written through NVSHMEM's
+network, on one stream at a time. Atomic additions do not reach them.
 
 NVSHMEM is started once per process, by the first window, and spans all ranks of the job; `finalize` ends it. Do not
 use it in a process where torch symmetric memory has the backend "NVSHMEM": both would own the library.
@@ -10,6 +10,7 @@ use it in a process where torch symmetric memory has the backend "NVSHMEM": both
 import base64
 import os
 import pickle
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from odc_sim.errors import InputError
 # pragma: cuda-only (the whole file)
 
 STAGING_BYTES = 16 << 20
-"""A read from another host lands in memory that the network may write, this much at a time, and is copied from there."""
+"""Networks touch only the heap: what is read from or written to another host passes through this much of it."""
 
 
 def allocate(numel: int, dtype: torch.dtype, group: dist.ProcessGroup, meeting: Rendezvous, what: str) -> Memory:
@@ -59,18 +60,18 @@ def allocate(numel: int, dtype: torch.dtype, group: dist.ProcessGroup, meeting: 
     ]
     far = any(meeting.exchange(what, any(peer is None for peer in peers)))
     blocks = [block]
-    read_far = None
+    read_far = write_far = None
     if far:
         staging = _tensor(interop, STAGING_BYTES // dtype.itemsize, dtype, device, meeting, what)
         blocks.append(staging)
-        read_far = _reader(block, staging)
+        read_far, write_far = _far(block, staging)
     meeting.exchange(what, None)
 
     def release() -> None:
         while blocks:  # in the order they were allocated in, on every rank
             interop.free_tensor(blocks.pop(0))
 
-    return Memory(peers=tuple(peers), release=release, read_far=read_far)
+    return Memory(peers=tuple(peers), release=release, read_far=read_far, write_far=write_far)
 
 
 def finalize() -> None:
@@ -100,9 +101,7 @@ def _start(nvshmem: Any, device: torch.device, meeting: Rendezvous, what: str, *
         unique_id = pickle.loads(base64.b64decode(received))
     current = Device(device.index)
     current.set_current()
-    nvshmem.init(
-        device=current, uid=unique_id, rank=meeting.rank, nranks=meeting.world_size, initializer_method="uid"
-    )
+    nvshmem.init(device=current, uid=unique_id, rank=meeting.rank, nranks=meeting.world_size, initializer_method="uid")
 
 
 def _tensor(
@@ -128,20 +127,34 @@ def _reach(interop: Any, block: torch.Tensor, pe: int, numel: int) -> torch.Tens
         return None
 
 
-def _reader(block: torch.Tensor, staging: torch.Tensor) -> Any:
+FarCopy = Callable[[torch.Tensor, int, int], None]
+
+
+def _far(block: torch.Tensor, staging: torch.Tensor) -> tuple[FarCopy, FarCopy]:
+    """(read, write) of ranges of the peers' blocks.
+
+    By address: nvshmem4py's own `get` and `put` move whole allocations, whatever view they are given.
+    """
     from nvshmem import bindings
 
     itemsize, base = block.element_size(), block.data_ptr()
 
-    def read_far(output: torch.Tensor, peer: int, offset: int) -> None:
-        stream = torch.cuda.current_stream(output.device)
-        flat = output.view(-1)
-        for start in range(0, flat.numel(), staging.numel()):
-            part = flat[start : start + staging.numel()]
-            # By address: nvshmem4py's own `get` moves whole allocations, whatever view it is given.
-            source = base + (offset + start) * itemsize
-            num_bytes = part.numel() * itemsize
-            bindings.getmem_on_stream(staging.data_ptr(), source, num_bytes, peer, stream.cuda_stream)
-            part.copy_(staging[: part.numel()])
+    def pieces(whole: torch.Tensor, offset: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
+        for start in range(0, whole.numel(), staging.numel()):
+            piece = whole.view(-1)[start : start + staging.numel()]
+            yield piece, staging[: piece.numel()], base + (offset + start) * itemsize
 
-    return read_far
+    def read(output: torch.Tensor, peer: int, offset: int) -> None:
+        stream = torch.cuda.current_stream(output.device).cuda_stream
+        for piece, staged, address in pieces(output, offset):
+            bindings.getmem_on_stream(staged.data_ptr(), address, piece.numel() * itemsize, peer, stream)
+            piece.copy_(staged)
+
+    def write(values: torch.Tensor, peer: int, offset: int) -> None:
+        stream = torch.cuda.current_stream(values.device).cuda_stream
+        for piece, staged, address in pieces(values, offset):
+            staged.copy_(piece)
+            bindings.putmem_on_stream(address, staged.data_ptr(), piece.numel() * itemsize, peer, stream)
+        bindings.quiet_on_stream(stream)  # else only the staging buffer is known to be free again
+
+    return read, write

@@ -304,6 +304,26 @@ def deterministic_mode_repeats_bitwise(setup: Setup) -> None:
             window.barrier()
 
 
+def overwriting_replaces_what_a_slot_held(setup: Setup) -> None:
+    capacity, shard, offset = 1000, 501, 7
+    numel = shard * setup.world_size
+    with setup.open(accumulator_numel(capacity, setup.world_size, deterministic=True)) as window:
+        for repeat in range(3):  # without zeroing in between
+            for push, overwrite in enumerate((True, False)):
+                gradients = setup.random(10, repeat, push, setup.rank, numel=numel)
+                scatter_accumulate(window, gradients, offset=offset, deterministic=True, overwrite=overwrite)
+            window.barrier()
+            wanted = torch.zeros(shard, device=setup.device)
+            for rank in range(setup.world_size):
+                first, second = (setup.random(10, repeat, push, rank, numel=numel) for push in range(2))
+                wanted += (first + second).view(setup.world_size, shard)[setup.rank]
+            assert torch.equal(drain(window, shard, offset=offset, deterministic=True), wanted)
+            total = drain(window, capacity, deterministic=True)
+            assert not total[:offset].any()
+            assert not total[offset + shard :].any()
+            window.barrier()
+
+
 def wrong_arguments_are_refused(setup: Setup) -> None:
     world_size, device = setup.world_size, setup.device
     with raises(InputError, "got numel -1"):
@@ -338,6 +358,8 @@ def wrong_arguments_are_refused(setup: Setup) -> None:
             scatter_accumulate(window, shards.double())
         with raises(InputError, "unknown scatter_accumulate method 'torhc': did you mean 'torch'?"):
             scatter_accumulate(window, shards, method="torhc")
+        with raises(InputError, "overwrite needs the deterministic layout"):
+            scatter_accumulate(window, shards, overwrite=True)
         with raises(InputError, "drain: got [8, 12), expected a range within [0, 10)"):
             drain(window, 4, offset=8)
         if 10 % world_size:
@@ -356,6 +378,7 @@ CHECKS: list[Callable[[Setup], None]] = [
     scatter_accumulate_equals_reduce_scatter,
     contention_loses_nothing,
     deterministic_mode_repeats_bitwise,
+    overwriting_replaces_what_a_slot_held,
     wrong_arguments_are_refused,
     one_rank_without_room_stops_all,  # last: it leaves the backend without room
 ]
@@ -456,5 +479,12 @@ def reads_from_other_hosts(rank: int) -> None:
             gather(window, output, method="triton")
         with raises(InputError, "a peer is on another host", "shard within hosts"):
             scatter_accumulate(window, wanted)
+        window.barrier()
+    overwritten = [setup.random(11, peer, numel=setup.world_size * 4000) for peer in range(setup.world_size)]
+    with setup.open(accumulator_numel(4000, setup.world_size, deterministic=True)) as window:
+        scatter_accumulate(window, overwritten[rank], deterministic=True, overwrite=True)
+        window.barrier()
+        mine = [gradients.view(setup.world_size, 4000)[rank] for gradients in overwritten]
+        assert torch.equal(drain(window, 4000, deterministic=True), sum(mine[1:], mine[0]))
         window.barrier()
     window_nvshmem.finalize()

@@ -129,6 +129,12 @@ def simulate(
     jitter: Annotated[float | None, Option(help="spread of a random factor on compute times (0.05 = 5 %)")] = None,
     engine: Annotated[str | None, Option(help="fast, or event (the slow reference)")] = None,
     seed: Seed = None,
+    stability: Annotated[
+        int | None, Option(help="repeat with this many other seeds and costs: does the best stay best?")
+    ] = None,
+    calibration_error: Annotated[
+        float | None, Option(help="how far off costs are in those repeats  [default: 0.05]")
+    ] = None,
     plan: Annotated[Path | None, Option(help="simulate this plan.json instead of drawing lengths")] = None,
     save_plan: Annotated[Path | None, Option(help="write the plan of the single --policy here")] = None,
     out: Annotated[Path | None, Option(help="folder for tables, plots and trace  [default: reports/WORKLOAD]")] = None,

@@ -23,9 +23,7 @@ def advise(rows: Sequence[Row], baseline: Row, bound_speedup: float, largest_sam
         tokens = max((row.largest_max_tokens or 0 for row in running), default=0)
         remedy = f"lower --max-tokens to {tokens:,}" if tokens else "use more devices or a smaller model"
         return f"Nothing fits the device's memory: {remedy}."
-    best = max(candidates, key=_gain)
-    close = [row for row in candidates if _gain(row) >= _gain(best) * (1.0 - 0.5 * WORTH_IT)]
-    choice = min(close, key=lambda row: (EFFORT.index(row.schedule), row.policy != baseline.policy, -_gain(row)))
+    choice = _simplest(candidates, baseline)
     gain = _gain(choice) - 1.0
     if gain < WORTH_IT:
         kept = f"Keep {baseline.schedule} + {baseline.policy}: nothing that fits gains {WORTH_IT:.0%} here."
@@ -46,6 +44,22 @@ def advise(rows: Sequence[Row], baseline: Row, bound_speedup: float, largest_sam
         elif _gain(deferred) < _gain(choice):
             text += f" collective-deferred + {deferred.policy} reaches {_gain(deferred) - 1.0:+.0%}."
     return text + _ceiling(bound_speedup, largest_sample_binds)
+
+
+def advised_row(rows: Sequence[Row], baseline: Row) -> Row | None:
+    """The row that `advise` speaks for: the baseline where nothing that fits gains enough; None where nothing fits."""
+    candidates = [row for row in rows if row.runs and row.fits]
+    if not candidates:
+        return None
+    choice = _simplest(candidates, baseline)
+    return choice if _gain(choice) - 1.0 >= WORTH_IT else baseline
+
+
+def _simplest(candidates: Sequence[Row], baseline: Row) -> Row:
+    """The fastest, or what takes less effort among those close to it."""
+    best = max(candidates, key=_gain)
+    close = [row for row in candidates if _gain(row) >= _gain(best) * (1.0 - 0.5 * WORTH_IT)]
+    return min(close, key=lambda row: (EFFORT.index(row.schedule), row.policy != baseline.policy, -_gain(row)))
 
 
 def _gain(row: Row) -> float:

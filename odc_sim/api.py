@@ -1,7 +1,7 @@
 """`simulate` and `plan`: a study in, results or a plan out. The command line does nothing else than call these."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,7 @@ from odc_sim.length_stats import length_stats
 from odc_sim.memory import largest_max_tokens, peak_memory
 from odc_sim.metrics import bubble_rate, gpu_hours_saved, idle_causes, idle_rate, mfu, speedup
 from odc_sim.models import model_flops
+from odc_sim.perturbation import Perturbation
 from odc_sim.plans import Plan, pad_microbatches, unequal_counts
 from odc_sim.policies import POLICIES, lay_out
 from odc_sim.results import Results, Row
@@ -87,6 +88,17 @@ def simulate(study: Study, progress: Progress = _silent) -> Results:
 
 def run_study(study: Study, progress: Progress = _silent) -> Simulation:
     """`simulate`, keeping plans and makespans for a closer look."""
+    simulation = _run(study, progress)
+    if not study.stability:
+        return simulation
+    from odc_sim.stability import with_stability
+
+    results = with_stability(simulation.results, study, lambda other, off: _run(other, _silent, off).results, progress)
+    return replace(simulation, results=results)
+
+
+def _run(study: Study, progress: Progress, perturbation: Perturbation | None = None) -> Simulation:
+    """One run; with a perturbation, plans are made with the costs as believed and executed with the perturbed ones."""
     inputs = load_inputs(study)
     study = inputs.study
     base_schedule, base_policy = _baseline(study)
@@ -111,7 +123,10 @@ def run_study(study: Study, progress: Progress = _silent) -> Simulation:
                 raise
             plans[name] = f"cannot be planned: {error}"
 
-    transfers = {s.name: _transfers(inputs, s) for s, _ in cells}
+    compute, transfers = inputs.compute, {s.name: _transfers(inputs, s) for s, _ in cells}
+    if perturbation is not None:
+        compute = perturbation.compute(compute)
+        transfers = {s.name: perturbation.transfers(transfers[s.name], one_sided=s.one_sided) for s, _ in cells}
     executed: dict[tuple[str, str], Executed] = {}
     verdicts: dict[tuple[str, str], str] = {}
     for number, (schedule, name) in enumerate(cells):
@@ -123,7 +138,7 @@ def run_study(study: Study, progress: Progress = _silent) -> Simulation:
             continue
         executed[schedule.name, name] = execute(
             _load(inputs, found),
-            inputs.compute,
+            compute,
             transfers[schedule.name],
             inputs.machine.cluster,
             schedule,
@@ -309,8 +324,6 @@ def _row(
 ) -> Row:
     assert isinstance(plan, Plan)
     assert run is not None
-    from dataclasses import replace
-
     study, devices = inputs.study, inputs.study.devices
     used = plan.sample_ids
     seconds = float(run.makespan_s.sum()) * devices

@@ -31,6 +31,8 @@ class Row:
     tokens_per_s_per_device: float | None = None
     speedup: float | None = None
     speedup_ci95: tuple[float, float] | None = None
+    best_share: float | None = None
+    """Share of the study's repeats in which it is the fastest that fits; None where it was not repeated."""
     bubble_rate: float | None = None
     idle_rate: float | None = None
     idle_causes: dict[str, float] = field(default_factory=dict)
@@ -77,6 +79,8 @@ class Results:
     study: dict[str, Any]
     lengths: dict[str, Any]
     """Statistics of the drawn lengths."""
+    stability: dict[str, Any] | None = None
+    """How the ranking held in repeats with other seeds and costs; None where there were none."""
 
     def row(self, schedule: str, policy: str) -> Row:
         """The row of a schedule and policy. Raises KeyError if the study did not ask for it."""
@@ -96,6 +100,7 @@ class Results:
             "notes": list(self.notes),
             "study": self.study,
             "lengths": self.lengths,
+            "stability": self.stability,
         }
 
     def write_json(self, path: str | Path, command: str) -> None:
@@ -155,6 +160,7 @@ def read_results(path: str | Path) -> Results:
             rows=tuple(rows),
             **{name: data[name] for name in ("bounds", "baseline", "advice", "study", "lengths")},
             notes=tuple(data["notes"]),
+            stability=data.get("stability"),
         )
     except KeyError as error:
         raise InputError(f"{path}: field {error} is missing") from None

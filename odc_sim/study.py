@@ -71,6 +71,10 @@ class Study(BaseModel):
     jitter: Annotated[float, Field(ge=0, le=2)] = 0.0
     """Standard deviation of the log of a random factor on each microbatch's compute."""
     seed: Annotated[int, Field(ge=0)] = 0
+    stability: Annotated[int, Field(ge=0)] = 0
+    """How often to repeat the study with other seeds and perturbed costs, to see whether the best stays best."""
+    calibration_error: Annotated[float, Field(ge=0, le=1)] = 0.05
+    """Standard deviation of the log of the factors by which costs are perturbed in those repeats."""
     plan: Path | None = None
     """A plan.json to simulate instead of drawing and balancing lengths."""
 

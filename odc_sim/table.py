@@ -75,6 +75,11 @@ def columns_for(results: Results, width: int, symbols: bool = True) -> list[Colu
             cell=lambda row: _number(row.samples_per_s_per_device, factor, 3 if factor == 1.0 else 1),
         ),
         Column(name="speedup", heading="speedup ", cell=speedup),
+        Column(
+            name="best",
+            heading="best in\n%",
+            cell=lambda row: "" if row.best_share is None else f"{100.0 * row.best_share:.0f}",
+        ),
         Column(name="bubble", heading="bubble\n%", cell=lambda row: _number(row.bubble_rate, 100.0)),
         Column(name="idle", heading="idle\n%", cell=lambda row: _number(row.idle_rate, 100.0)),
         Column(name="causes", heading="mostly\nlost to", cell=causes(2), right=False),
@@ -87,6 +92,8 @@ def columns_for(results: Results, width: int, symbols: bool = True) -> list[Colu
         ),
         Column(name="provenance", heading="from", cell=provenance_letters, right=False),
     ]
+    if all(row.best_share is None for row in rows):
+        found = [column for column in found if column.name != "best"]
     for name in ("provenance", "microbatches", "samples", "second cause", "mfu", "bubble", "causes"):
         if sum(column.width(rows) + 1 for column in found) - 1 <= width:
             break
@@ -137,6 +144,8 @@ def print_results(results: Results, console: "Console") -> None:
         line(text)
     for text in bound_lines(results):
         line(text)
+    if results.stability:
+        line(str(results.stability.get("text", "")))
     line()
     line(results.advice, "bold")
 
@@ -188,6 +197,8 @@ def legend_lines(results: Results, symbols: bool = True) -> list[str]:
     parts = []
     if best_row(results) is not None:
         parts.append("* fastest that fits")
+    if any(row.best_share is not None for row in rows):
+        parts.append("best in: how often it is that in repeats of the study")
     if any(not row.fits for row in rows):
         parts.append(f"{'✗' if symbols else '!'} does not fit the device's memory")
     if any(row.label == results.baseline for row in rows):

@@ -275,6 +275,62 @@ def plan(
 
 
 @app.command()
+def compare(
+    a: Annotated[Path, typer.Argument(help="a results.json or the folder of a study")],
+    b: Annotated[Path, typer.Argument(help="another one")],
+    json_output: Annotated[bool, Option("--json", help="for machines")] = False,
+) -> None:
+    """Two studies side by side: what differs in what was asked, then in the answers.
+
+    Example:  odc compare reports/longalign reports/swesmith
+    """
+    with _one_line_errors():
+        from odc_sim.compare import compare as compare_results
+        from odc_sim.compare_inputs import load_results
+        from odc_sim.table_compare import print_comparison
+
+        found = compare_results(load_results(a), load_results(b))
+        if json_output:
+            _echo_json(found.as_dict())
+        else:
+            print_comparison(found, _console())
+
+
+@app.command()
+def replay(
+    timeline: Annotated[Path, typer.Argument(help="timeline.parquet of a real job, or a table with its columns")],
+    out: Annotated[Path | None, Option(help="folder for replay.json and replay.png")] = None,
+    json_output: Annotated[bool, Option("--json", help="for machines")] = False,
+) -> None:
+    """A recorded job with its barriers moved: what odc could give at most.
+
+    Example:  odc replay run/timeline.parquet
+    """
+    with _one_line_errors():
+        from odc_sim.header import header, write_json
+        from odc_sim.measured import read_measured
+        from odc_sim.replay import replay as replay_timeline
+        from odc_sim.report import make_directory
+        from odc_sim.table_replay import print_replay
+
+        found = replay_timeline(read_measured(timeline), str(timeline))
+        data = header(_command(), None) | found.as_dict()
+        if out is not None:
+            from odc_sim.plots_replay import replay_figure
+            from odc_sim.plots_style import save_png
+
+            make_directory(out)
+            write_json(out / "replay.json", data)
+            save_png(replay_figure(found), out / "replay.png")
+        if json_output:
+            _echo_json(data)
+        else:
+            print_replay(found, _console(), str(timeline))
+        if out is not None:
+            typer.echo(f"wrote replay.json, replay.png to {out}", err=True)
+
+
+@app.command()
 def workloads(
     name: Annotated[str | None, typer.Argument(help="show this workload, or a TOML or lengths file")] = None,
     json_output: Annotated[bool, Option("--json", help="for machines")] = False,

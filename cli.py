@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from odc_sim.sweep_command import FIELDS_AS_FLAGS, SweepHelp, run_command
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -427,6 +429,34 @@ def hardware(
                             )
                         )
                         typer.echo(f"    source: {section.source}")
+
+
+@app.command(
+    cls=SweepHelp, context_settings=dict(FIELDS_AS_FLAGS), options_metavar="[SWEEP] [--FIELD VALUE,...] [OPTIONS]"
+)
+def sweep(
+    ctx: typer.Context,
+    out: Annotated[Path | None, Option(help="folder for points, tables and plots  [default: reports/NAME]")] = None,
+    jobs: Annotated[int | None, Option(help="points at once  [default: one a core, or all the cluster has]")] = None,
+    backend: Annotated[str, Option(help="loky (this machine), dask or ray")] = "loky",
+    address: Annotated[str | None, Option(help="HOST:PORT of the Dask or Ray cluster")] = None,
+    one_at_a_time: Annotated[
+        bool | None, Option("--one-at-a-time/--grid", help="vary each field alone, or all with all  [default: grid]")
+    ] = None,
+    config: Config = None,
+) -> None:
+    """Vary any fields of a study; a sweep that was stopped goes on where it was.
+
+    Example:  odc sweep --workload longalign --minibatch-size 1,2,4,8 --devices 8,16,32 --policy lb-micro,lb-mini
+
+    Example:  odc sweep paper-parametric --minibatches 100
+    """
+    with _one_line_errors():
+        run_command(
+            *(ctx.args, config, out, jobs, backend, address, one_at_a_time),
+            command=_command(),
+            console=_console(),
+        )
 
 
 def _echo_json(data: Any) -> None:

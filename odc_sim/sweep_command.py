@@ -1,0 +1,101 @@
+"""The body of `odc sweep`: flags in, points run with a progress bar, files and tables out."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from textwrap import wrap
+from typing import TYPE_CHECKING, Any
+
+import typer
+from typer.core import TyperCommand
+
+from odc_sim.errors import InputError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from odc_sim.sweep_run import Progress
+
+FIELDS_AS_FLAGS = {"ignore_unknown_options": True, "allow_extra_args": True}
+"""Click leaves what it does not know, the fields of a study, to `sweep_from_flags`."""
+
+
+class SweepHelp(TyperCommand):
+    """A command whose help ends with the fields of a study and the sweeps that are built in."""
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        """Add both lists; imported here because they take a moment."""
+        from odc_sim.study import Study
+        from odc_sim.sweep_file import builtin_sweeps
+
+        flags = "  ".join(f"--{name.replace('_', '-')}" for name in Study.model_fields)
+        with formatter.section("Fields (a value, or a comma list to vary it)"):
+            for line in wrap(flags, 76, break_on_hyphens=False):
+                formatter.write(f"  {line}\n")
+        with formatter.section("Built-in sweeps"):
+            formatter.write_text("  ".join(builtin_sweeps()))
+
+
+def run_command(
+    tokens: Sequence[str],
+    config: Path | None,
+    out: Path | None,
+    jobs: int | None,
+    backend: str,
+    address: str | None,
+    one_at_a_time: bool | None,
+    *,
+    command: str,
+    console: "Console",
+) -> None:
+    """Run the sweep that `tokens` ask for.
+
+    Raises:
+        InputError: whatever the user got wrong, a sweep none of whose points can run included.
+        typer.Exit: 130 after Ctrl-C; finished points stay.
+    """
+    from odc_sim.sweep_flags import sweep_from_flags
+    from odc_sim.sweep_report import print_sweep, write_sweep
+    from odc_sim.sweep_run import run_sweep
+
+    mode = None if one_at_a_time is None else "one-at-a-time" if one_at_a_time else "grid"
+    sweep = sweep_from_flags(tokens, config, mode)  # type: ignore[arg-type]
+    folder = out or Path("reports") / sweep.name
+    try:
+        with _bar() as progress:
+            results = run_sweep(
+                sweep, folder, jobs=jobs, backend=backend, address=address, command=command, progress=progress
+            )
+    except KeyboardInterrupt:
+        typer.echo(f"interrupted: finished points are in {folder / 'points'}; the same command goes on", err=True)
+        raise typer.Exit(130) from None
+    failed = [outcome for outcome in results.outcomes if outcome.results is None]
+    if len(failed) == len(results.outcomes):
+        raise InputError(f"none of {len(failed)} points can run: {failed[0].verdict}")
+    print_sweep(results, console)
+    written = write_sweep(folder, results, command)
+    found = f"{results.reused} of {len(results.outcomes)} points were finished before; " if results.reused else ""
+    typer.echo(f"{found}wrote {', '.join(path.name for path in written)} to {folder}", err=True)
+
+
+@contextmanager
+def _bar() -> Iterator["Progress"]:
+    """A progress bar with the time that is left, on the terminal; nothing when standard error goes elsewhere."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    console = Console(stderr=True)
+    columns = (
+        *(TextColumn("points"), BarColumn(), MofNCompleteColumn()),
+        *(TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()),
+    )
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("points", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -12,8 +12,8 @@ own transfers only) and environment.json, then tables and plots made from them.
 import argparse
 import os
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -34,18 +34,19 @@ from odc_kernels.bench_files import LARGE_GEMM, Recorder, make_beside_row, make_
 from odc_kernels.overlap import time_beside
 from odc_kernels.ranks import run_ranks
 from odc_kernels.scatter_accumulate import accumulator_numel
-from odc_kernels.timing import time_alone
+from odc_kernels.timing import summarize, time_alone
 from odc_kernels.window import BackendName, Window, open_window
 
 SIZES_BYTES = tuple(1 << power for power in (12, 16, 18, 20, 22, 24, 26, 28))
-BESIDE_BYTES = 4 << 20
+PASSES, SAMPLES_A_PASS = 4, 20
+BESIDE_BYTES = 16 << 20
 """Smaller transfers are bound by their launches, also beside compute."""
 SWEEP_BYTES = 64 << 20
-SWEEP_PROGRAMS = (8, 16, 32, 64, 96, 132, 264)
+SWEEP_PROGRAMS = (16, 32, 64, 132, 264)
 """How many programs scatter_accumulate runs, tried at one size."""
 PIECES_BYTES = 64 << 10
-PIECES = (1, 2, 4, 7)
-"""How many copies a gather makes, tried at one size: those of 2, 3, 5 and 8 ranks."""
+PIECES = (1, 2, 4, 8)
+"""How many copies a gather makes, tried at one size: those of 2, 3, 5 and 9 ranks."""
 GEMM_SIZES = (LARGE_GEMM, 4096)
 """Products of about 1.4 and 0.2 ms on an H200: kernels wait for the multiprocessors until one ends."""
 CPU_CACHE_BYTES = 32 << 20
@@ -105,27 +106,49 @@ def bench(rank: int, options: Options) -> None:
     world_size = dist.get_world_size()
     sizes = [(num_bytes, _slots(num_bytes, world_size, device)) for num_bytes in options.sizes_bytes]
     capacity_bytes = max(num_bytes * slots for num_bytes, slots in sizes)
-    measure = _Measure(options, device, Recorder(options.out, options.command, record=rank == 0))
-    buffers = Buffers.allocate(capacity_bytes // BF16_BYTES, device)
-    accumulated = capacity_bytes // FP32_BYTES
+    capacity, accumulated = capacity_bytes // BF16_BYTES, capacity_bytes // FP32_BYTES
     slotted = accumulator_numel(accumulated, world_size, deterministic=True)
-    with (
-        open_window(buffers.published.numel(), torch.bfloat16, name="published", backend=options.backend) as published,
-        open_window(accumulated, torch.float32, name="accumulators", backend=options.backend) as accumulators,
-        open_window(slotted, torch.float32, name="slots", backend=options.backend) as slots_window,
-    ):
-        published.local.copy_(buffers.published)
-        published.barrier()
+    measure = _Measure(options, device, Recorder(options.out, options.command, record=rank == 0))
+    with ExitStack() as stack:
+        variants = _register_variants(capacity, device, stack) if options.variants else {}
+        buffers = Buffers.allocate(capacity, device)
+
+        def window(numel: int, dtype: torch.dtype, name: str) -> Window:
+            return stack.enter_context(open_window(numel, dtype, name=name, backend=options.backend))
+
+        windows = _Windows(
+            published=window(capacity, torch.bfloat16, "published"),
+            accumulators=window(accumulated, torch.float32, "accumulators"),
+            slots=window(slotted, torch.float32, "slots"),
+        )
+        windows.published.local.copy_(buffers.published)
+        windows.published.barrier()
         for num_bytes, slots in sizes:
-            for case in _cases(buffers, published, accumulators, slots_window, num_bytes, slots, options):
-                measure(case, num_bytes)
-        published.barrier()
-    if options.variants:  # pragma: cuda-only
-        # Last: a failure inside NCCL can leave its communicator unusable.
-        del buffers
-        for variant in _variants():
-            _measure_variant(variant, capacity_bytes, sizes, device, measure)
+            measure(list(_cases(buffers, windows, variants, num_bytes, slots, options)), num_bytes)
     measure.recorder.report()
+
+
+Variants = dict[str, tuple[Buffers, dist.ProcessGroup]]
+
+
+def _register_variants(capacity: int, device: torch.device, stack: ExitStack) -> Variants:  # pragma: cuda-only
+    """NCCL with registered buffers; where the installed version has no such thing, say so and go on."""
+    from odc_kernels.bench_nccl import VARIANTS, registered
+
+    found: Variants = {}
+    for variant in VARIANTS:
+        try:
+            found[variant] = stack.enter_context(registered(variant, capacity, device))
+        except (AttributeError, TypeError, RuntimeError) as error:
+            print(f"{variant}: not measured: {error}", file=sys.stderr, flush=True)
+    return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Windows:
+    published: Window
+    accumulators: Window
+    slots: Window
 
 
 class _Measure:
@@ -137,17 +160,24 @@ class _Measure:
         self.recorder = recorder
         self._gemms = {size: _gemm(size, device) for size in GEMM_SIZES} if options.beside else {}
 
-    def __call__(self, case: Case, num_bytes: int) -> None:
-        # On a stream of its own, as in FSDP2; NCCL's copy-engine collectives refuse the default stream.
+    def __call__(self, cases: list[Case], num_bytes: int) -> None:
+        # On a stream of its own, as in FSDP2; copy-engine collectives and batches of copies refuse the default one.
         stream = torch.cuda.Stream(self._device, priority=-1) if self._device.type == "cuda" else None
+        seconds: list[list[float]] = [[] for _ in cases]
         with torch.cuda.stream(stream):
-            case.check()
-            alone = time_alone(case.call, self._device)
-        beside = []
-        if num_bytes >= BESIDE_BYTES:
-            for size, gemm in self._gemms.items():  # pragma: cuda-only
-                beside.append(make_beside_row(case, num_bytes, size, time_beside(case.call, gemm, self._device)))
-        self.recorder.add(make_row(case, num_bytes, alone), alone, beside)
+            for case in cases:
+                case.check()
+            # In turn, because the speed of the host, which small transfers depend on, changes while a run goes on.
+            for _ in range(PASSES):
+                for case, samples in zip(cases, seconds, strict=True):
+                    samples += time_alone(case.call, self._device, samples=SAMPLES_A_PASS).samples
+        for case, samples in zip(cases, seconds, strict=True):
+            beside = []
+            if num_bytes >= BESIDE_BYTES:
+                for size, gemm in self._gemms.items():  # pragma: cuda-only
+                    beside.append(make_beside_row(case, num_bytes, size, time_beside(case.call, gemm, self._device)))
+            alone = summarize(samples)
+            self.recorder.add(make_row(case, num_bytes, alone), alone, beside)
 
 
 def _gemm(size: int, device: torch.device) -> Callable[[], None]:  # pragma: cuda-only
@@ -165,55 +195,30 @@ def _slots(num_bytes: int, world_size: int, device: torch.device) -> int:
 
 
 def _cases(
-    buffers: Buffers,
-    published: Window,
-    accumulators: Window,
-    slots_window: Window,
-    num_bytes: int,
-    slots: int,
-    options: Options,
+    buffers: Buffers, windows: _Windows, variants: Variants, num_bytes: int, slots: int, options: Options
 ) -> Iterator[Case]:
     numel, numel_fp32 = num_bytes // BF16_BYTES, num_bytes // FP32_BYTES
     collectives = "gloo" if options.backend == "cpu" else "nccl"
     own = options.backend
+    scatter = partial(scatter_case, buffers, numel=numel_fp32, slots=slots)
     yield all_gather_case(buffers, numel, slots, backend=collectives)
-    yield from gather_cases(buffers, published, numel, slots, backend=own)
+    for variant, (registered, group) in variants.items():  # pragma: cuda-only
+        yield all_gather_case(registered, numel, slots, backend=variant, group=group)
+    yield from gather_cases(buffers, windows.published, numel, slots, backend=own)
+    yield reduce_scatter_case(buffers, numel_fp32, slots, backend=collectives)
+    for variant, (registered, group) in variants.items():  # pragma: cuda-only
+        yield reduce_scatter_case(registered, numel_fp32, slots, backend=variant, group=group)
+    yield scatter(windows.accumulators, backend=f"{own}-atomic")
+    yield scatter(windows.accumulators, backend=f"{own}-atomic-from-bf16", from_bf16=True)
+    yield scatter(windows.slots, backend=f"{own}-deterministic", deterministic=True)
+    yield scatter(windows.slots, backend=f"{own}-copy-overwrite", deterministic=True, overwrite=True)
     if num_bytes == PIECES_BYTES:
         for pieces in PIECES:
-            yield pieces_case(buffers, published, numel, slots, backend=f"{own}-copy@{pieces}", pieces=pieces)
-    yield reduce_scatter_case(buffers, numel_fp32, slots, backend=collectives)
-    atomic, fixed = f"{own}-atomic", f"{own}-deterministic"
-    yield scatter_case(buffers, accumulators, numel_fp32, slots, backend=atomic)
-    yield scatter_case(buffers, accumulators, numel_fp32, slots, backend=f"{atomic}-from-bf16", from_bf16=True)
-    yield scatter_case(buffers, slots_window, numel_fp32, slots, backend=fixed, deterministic=True)
-    copied = f"{own}-copy-overwrite"
-    yield scatter_case(buffers, slots_window, numel_fp32, slots, backend=copied, deterministic=True, overwrite=True)
+            label = f"{own}-copy@{pieces}"
+            yield pieces_case(buffers, windows.published, numel, slots, backend=label, pieces=pieces)
     if num_bytes == SWEEP_BYTES and own != "cpu":  # pragma: cuda-only
         for programs in SWEEP_PROGRAMS:
-            label = f"{atomic}@{programs}"
-            yield scatter_case(buffers, accumulators, numel_fp32, slots, backend=label, num_programs=programs)
-
-
-def _variants() -> tuple[str, ...]:  # pragma: cuda-only
-    from odc_kernels.bench_nccl import VARIANTS
-
-    return VARIANTS
-
-
-def _measure_variant(
-    variant: str, capacity_bytes: int, sizes: list[tuple[int, int]], device: torch.device, measure: _Measure
-) -> None:  # pragma: cuda-only
-    """NCCL with registered buffers; where the installed version has no such thing, say so and go on."""
-    from odc_kernels.bench_nccl import registered
-
-    try:
-        with registered(variant, capacity_bytes // BF16_BYTES, device) as (buffers, group):
-            for num_bytes, slots in sizes:
-                numel, numel_fp32 = num_bytes // BF16_BYTES, num_bytes // FP32_BYTES
-                measure(all_gather_case(buffers, numel, slots, backend=variant, group=group), num_bytes)
-                measure(reduce_scatter_case(buffers, numel_fp32, slots, backend=variant, group=group), num_bytes)
-    except (AttributeError, TypeError, RuntimeError, AssertionError):
-        print(f"{variant}: not measured\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+            yield scatter(windows.accumulators, backend=f"{own}-atomic@{programs}", num_programs=programs)
 
 
 if __name__ == "__main__":

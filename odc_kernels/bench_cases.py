@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from odc_kernels import reference
+from odc_kernels.copies import copy_batch
 from odc_kernels.gather import METHODS as GATHER_METHODS
 from odc_kernels.gather import Method as GatherMethod
 from odc_kernels.gather import gather
@@ -139,25 +140,30 @@ def gather_cases(buffers: Buffers, window: Window, numel: int, slots: int, *, ba
 
 
 def pieces_case(buffers: Buffers, window: Window, numel: int, slots: int, *, backend: str, pieces: int) -> Case:
-    """A gather by copies in which every shard comes in pieces: what launches cost, as if there were more peers."""
+    """One peer's shard read in pieces: what launches cost, as if there were more peers."""
     world_size, rank = window.world_size, window.rank
     wholes = list(buffers.gathered[: slots * world_size * numel].view(slots, world_size, numel))
-    shards = list(buffers.published[: slots * numel].view(slots, numel))
+    peer = (rank + 1) % world_size
+    starts = [piece * (numel // pieces) for piece in range(pieces)]
+    itemsize = window.dtype.itemsize
 
     def call(number: int) -> None:
         slot = number % slots
-        for peer in range(world_size):
-            if peer != rank:
-                start = slot * numel
-                for piece in wholes[slot][peer].chunk(pieces):
-                    window.read(piece, peer, start)
-                    start += piece.numel()
+        target = wholes[slot][peer].data_ptr()
+        source = window.pointers[peer] + slot * numel * itemsize
+        num_bytes = numel // pieces * itemsize
+        targets = [target + start * itemsize for start in starts]
+        sources = [source + start * itemsize for start in starts]
+        if not copy_batch(targets, sources, num_bytes, window.device):
+            for start in starts:
+                window.read(wholes[slot][peer][start : start + numel // pieces], peer, slot * numel + start)
 
     def check() -> None:
-        wholes[0].fill_(torch.nan)
-        wholes[0][rank].copy_(shards[0])
+        assert numel % pieces == 0
         call(0)
-        expect_gathered(wholes[0].view(-1), shards[0])
+        assert torch.equal(wholes[0][peer], window.peers[peer][:numel].to(window.device)), (
+            "the pieces are not the shard"
+        )
 
     return Case(op="gather", backend=backend, dtype="bf16", call=call, check=check)
 

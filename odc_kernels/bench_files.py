@@ -1,4 +1,4 @@
-"""What `bench` writes: rows.csv, beside.csv, samples.csv, calibration.json, environment.json; tables and plots of them."""
+"""The files that `bench` writes: rows.csv, beside.csv, samples.csv, calibration.json, environment.json."""
 
 import csv
 import dataclasses
@@ -55,6 +55,7 @@ class BesideRow:
     gemm_beside_s: float
     slowdown_transfer: float
     slowdown_compute: float
+    compute_lost_s: float
     flagged: bool
 
 
@@ -86,6 +87,7 @@ def make_beside_row(case: Case, num_bytes: int, gemm_size: int, beside: Beside) 
         gemm_size=gemm_size,
         slowdown_transfer=beside.slowdown_transfer,
         slowdown_compute=beside.slowdown_compute,
+        compute_lost_s=beside.compute_lost_s,
         flagged=beside.flagged,
         **dataclasses.asdict(beside),
     )

@@ -1,14 +1,16 @@
 """gather: read every peer's shard, without the peers' help. The one-sided all_gather.
 
-Two ways. `copy` hands one copy per peer to the copy engines: no multiprocessor works, so a GEMM beside it hardly slows;
-the fastest from about a megabyte on. `triton` is one kernel for all peers, which also casts: one launch instead of one per
-peer, for small shards among many ranks. See reports/kernels-h200 for both.
+Two ways. `copy` hands all copies to the copy engines in one call: no multiprocessor works, so it neither waits for
+compute nor slows it. `triton` is one kernel for all peers, which also casts to another dtype. reports/kernels-h200 has
+both by size.
 """
 
 from typing import Literal
 
 import torch
 
+from odc_kernels import launch
+from odc_kernels.copies import copy_batch
 from odc_kernels.window import Window, check_shards
 from odc_sim.errors import InputError, unknown_name
 
@@ -52,10 +54,17 @@ def gather(
     if method == "triton":
         _pull(window, output, shard_numel, offset, skip_self)
         return
+    # From the next rank on, the own shard last: no two ranks read from the same peer at the same time.
+    peers = [(window.rank + step) % window.world_size for step in range(1, window.world_size + (not skip_self))]
+    if window.reaches_all and output.dtype == window.dtype:
+        num_bytes = shard_numel * output.element_size()
+        start_bytes, target = offset * output.element_size(), output.data_ptr()
+        targets = [target + peer * num_bytes for peer in peers]
+        sources = [window.pointers[peer] + start_bytes for peer in peers]
+        if copy_batch(targets, sources, num_bytes, window.device):
+            return  # pragma: cuda-only
     shards = output.view(window.world_size, shard_numel)
-    for step in range(1, window.world_size + (not skip_self)):
-        # From the next rank on, the own shard last: no two ranks read from the same peer at the same time.
-        peer = (window.rank + step) % window.world_size
+    for peer in peers:
         window.read(shards[peer], peer, offset)
 
 
@@ -66,8 +75,7 @@ def choose_method(window: Window, output: torch.Tensor) -> Method:
     if output.dtype != window.dtype:  # pragma: cuda-only
         return "triton"  # a copy that casts is a kernel per peer, and not a copy engine's
     num_peers = window.world_size - 1  # pragma: cuda-only
-    num_bytes = num_peers * (output.numel() // window.world_size) * output.element_size()  # pragma: cuda-only
-    return faster(num_peers, num_bytes)  # pragma: cuda-only
+    return faster(num_peers, num_peers * output.nbytes // window.world_size)  # pragma: cuda-only
 
 
 def faster(num_peers: int, num_bytes: int) -> Literal["copy", "triton"]:
@@ -85,15 +93,11 @@ def _pull(window: Window, output: torch.Tensor, shard_numel: int, offset: int, s
         raise InputError("gather with method 'triton': a peer is on another host, where loads do not reach; use 'copy'")
     if skip_self and window.world_size == 1:
         return
-    import triton.language as tl
-
-    from odc_kernels.kernels import pull_kernel
-    from odc_kernels.launch import programs
-
-    element = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}.get(window.dtype)
-    if element is None:
+    kernels = launch.kernels()
+    window_dtype = kernels.DTYPES.get(window.dtype)
+    if window_dtype is None:
         raise InputError(f"gather with method 'triton': got a window of {window.dtype}, expected fp32, bf16 or fp16")
-    pull_kernel[(programs(window.device, NUM_PROGRAMS),)](
+    kernels.pull_kernel[(launch.programs(window.device, NUM_PROGRAMS),)](
         window.addresses,
         output,
         shard_numel,
@@ -101,7 +105,7 @@ def _pull(window: Window, output: torch.Tensor, shard_numel: int, offset: int, s
         window.rank,
         window.world_size,
         int(skip_self),
-        window_dtype=element,
+        window_dtype=window_dtype,
         block=BLOCK,
         num_warps=NUM_WARPS,
     )

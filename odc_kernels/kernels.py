@@ -8,8 +8,12 @@ Whole tiles are moved without a mask: a mask whose end is not a multiple of 16 w
 an odd size to one element. With TRITON_INTERPRET=1, set before this module is imported, they run on CPU tensors.
 """
 
+import torch
 import triton
 import triton.language as tl
+
+DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+"""What a window to pull from may hold."""
 
 
 @triton.jit(do_not_specialize=["rank", "world_size", "skip_self"])

@@ -1,7 +1,9 @@
 """What gather and scatter_accumulate need to launch their kernels, compiled or interpreted."""
 
+import functools
+from types import ModuleType
+
 import torch
-import triton
 
 from odc_sim.errors import InputError
 
@@ -19,8 +21,25 @@ def programs(device: torch.device, wanted: int) -> int:
     return 2  # the interpreter runs programs one after another; two are enough to go through all the code
 
 
-def interpreted() -> bool:
-    """Whether the kernels of this process run in Triton's interpreter, on CPU tensors."""
-    from odc_kernels.kernels import pull_kernel
+@functools.cache
+def kernels() -> ModuleType:
+    """The module of kernels, imported when first needed: it needs triton. Importing in each launch takes a microsecond.
 
-    return not isinstance(pull_kernel, triton.JITFunction)
+    Raises:
+        InputError: triton is not installed.
+    """
+    try:
+        from odc_kernels import kernels as module
+    except ImportError as error:
+        raise InputError(f"Triton kernels: {error}; install odc-toolkit[kernels]") from None
+    return module
+
+
+@functools.cache
+def interpreted() -> bool:
+    """Whether the kernels of this process run in Triton's interpreter, on CPU tensors. False without triton."""
+    try:
+        import triton
+    except ImportError:
+        return False
+    return not isinstance(kernels().pull_kernel, triton.JITFunction)

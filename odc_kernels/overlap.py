@@ -1,9 +1,13 @@
 """How a transfer and a matrix product slow each other when both go on at once.
 
 Products run back to back without a pause through three phases; in the middle one, transfers run back to back on another
-stream. Products of the first and last phase are "alone", those within the transfers' time "beside". Timing the products
-alone in a run of their own will not do: after a pause a GPU clocks higher for a while, and whatever is timed second
-looks slowed (by 9 % on an H200).
+stream. Products of the first and last phase are "alone", those within the transfers' time "beside"; taking the phases
+before and after cancels a steady drift of the clocks. Timing the products alone in a run of their own will not do:
+after a pause a GPU clocks higher for a while, and whatever is timed second looks slowed (by 9 % on an H200). For the
+same reason everything starts with a quarter of a second of products that are not counted.
+
+Means, not medians: a kernel beside products runs at once or waits for one to end, and only the mean of such times says
+how many go through in a second.
 """
 
 import math
@@ -19,7 +23,7 @@ from odc_kernels.timing import Call, Interval, Marks, agree_max, estimate, synch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Beside:
-    """Seconds of one transfer and one product, alone and beside each other: medians of the slowest rank."""
+    """Seconds of one transfer and one product, alone and beside each other, on the slowest rank."""
 
     transfer_alone_s: float
     transfer_beside_s: float
@@ -37,75 +41,83 @@ class Beside:
         return self.gemm_beside_s / self.gemm_alone_s
 
     @property
+    def compute_lost_s(self) -> float:
+        """Compute that one transfer costs: the part of the transfer's time by which the products fell behind."""
+        return self.transfer_beside_s * (1 - self.gemm_alone_s / self.gemm_beside_s)
+
+    @property
     def flagged(self) -> bool:
         """A slowdown below 1 is a measuring error: nothing gets faster from sharing."""
         return self.slowdown_transfer < 1 or self.slowdown_compute < 1
 
 
-class Durations(NamedTuple):
-    """Seconds each."""
+class Means(NamedTuple):
+    """Mean seconds each; None where there were none."""
 
-    transfers_beside: list[float]
-    products_beside: list[float]
-    products_alone: list[float]
+    transfer_beside_s: float | None
+    product_beside_s: float | None
+    product_alone_s: float | None
 
 
-def split(transfers: Sequence[Interval], products: Sequence[Interval]) -> Durations:
+def split(transfers: Sequence[Interval], products: Sequence[Interval], *, guard_s: float) -> Means:
     """What ran beside what. Beside: wholly within the time in which both kinds were going; alone: wholly outside it.
 
-    The product next to either end of that time is neither: other ranks begin and end a little earlier or later.
+    Products within `guard_s` of either end of that time are neither: other ranks begin and end earlier or later.
     """
-    begin = max(transfers[0][0], products[0][0])
-    end = min(transfers[-1][1], products[-1][1])
-    before = [stop - start for start, stop in products if stop <= transfers[0][0]][:-1]
-    after = [stop - start for start, stop in products if start >= transfers[-1][1]][1:]
+    first, last = transfers[0][0], transfers[-1][1]
+    begin, end = max(first, products[0][0]), min(last, products[-1][1])
+    beside = [interval for interval in transfers if interval[0] >= begin and interval[1] <= end]
+    products_beside = [p for p in products if p[0] >= begin + guard_s and p[1] <= end - guard_s]
+    before = _mean([p for p in products if p[1] <= first - guard_s])
+    after = _mean([p for p in products if p[0] >= last + guard_s])
+    sides = [side for side in (before, after) if side is not None]
+    return Means(_mean(beside), _mean(products_beside), statistics.mean(sides) if sides else None)
 
-    def inside(intervals: Sequence[Interval]) -> list[float]:
-        return [stop - start for start, stop in intervals if start >= begin and stop <= end]
 
-    return Durations(inside(transfers), inside(products), before + after)
+def _mean(intervals: Sequence[Interval]) -> float | None:
+    return statistics.mean(stop - start for start, stop in intervals) if intervals else None
 
 
 def time_beside(
-    call: Call, gemm: Callable[[], None], device: torch.device, *, rounds: int = 4, phase_s: float = 0.03
+    call: Call, gemm: Callable[[], None], device: torch.device, *, rounds: int = 5, phase_s: float = 0.03
 ) -> Beside:  # pragma: cuda-only
     """Time `call` on a stream of its own and `gemm` on the current one, in phases of about `phase_s` seconds."""
     stream = torch.cuda.Stream(device, priority=-1)  # as FSDP2's own streams for transfers
-    gemms = math.ceil(phase_s / estimate(lambda _: gemm(), device))
     with torch.cuda.stream(stream):
         call_s = estimate(call, device)
-    alone: list[float] = []
-    beside = Durations([], [], [])
+    transfers, _ = _run(call, math.ceil(phase_s / call_s), gemm, 0, stream, device)
+    alone_s = agree_max(statistics.median(stop - start for start, stop in transfers), device)
+    gemms = math.ceil(phase_s / estimate(lambda _: gemm(), device))
+    for _ in range(8 * gemms):
+        gemm()
+    beside_s = alone_s
+    found: list[Means] = []
     for number in range(rounds + 1):
-        calls = max(8, math.ceil(phase_s / call_s))
-        transfers, _ = _run(call, calls, gemm, 0, stream, device)
-        alone += [stop - start for start, stop in transfers[1:]]
-        found = split(*_run(call, calls, gemm, gemms, stream, device))
-        call_s = agree_max(statistics.median(found.transfers_beside or [call_s]), device)
-        if number > 0:  # the first one served to learn how many calls fill a phase
-            beside = Durations(*(old + new for old, new in zip(beside, found, strict=True)))
-    medians = {
-        "transfer_alone_s": statistics.median(alone),
-        "transfer_beside_s": statistics.median(beside.transfers_beside),
-        "gemm_alone_s": statistics.median(beside.products_alone),
-        "gemm_beside_s": statistics.median(beside.products_beside),
-    }
-    return Beside(**{name: agree_max(seconds, device) for name, seconds in medians.items()})
+        calls = max(8, math.ceil(phase_s / beside_s))
+        means = split(*_run(call, calls, gemm, gemms, stream, device), guard_s=phase_s / 10)
+        if number > 0 and None not in means:  # the first round served to learn how many calls fill a phase
+            found.append(means)
+        beside_s = agree_max(means.transfer_beside_s or beside_s, device)
+    transfer_s, product_s, product_alone_s = (
+        agree_max(statistics.median(values), device) for values in zip(*found, strict=True)
+    )
+    return Beside(
+        transfer_alone_s=alone_s,
+        transfer_beside_s=transfer_s,
+        gemm_alone_s=product_alone_s,
+        gemm_beside_s=product_s,
+    )
 
 
 def _run(
     call: Call, calls: int, gemm: Callable[[], None], gemms: int, stream: torch.cuda.Stream, device: torch.device
 ) -> tuple[list[Interval], list[Interval]]:  # pragma: cuda-only
-    """When each call and each product ran; `gemms` products a phase, the first half of the first phase not counted."""
+    """When each call and each product ran; `gemms` products a phase."""
     transfer_marks, gemm_marks = Marks(device), Marks(device)
     synchronize(device)
-    for number in range(gemms):
-        if number == gemms // 2:
-            gemm_marks.mark()
+    gemm_marks.mark()
+    for _ in range(gemms):
         gemm()
-        if number >= gemms // 2:
-            gemm_marks.mark()
-    if not gemms:
         gemm_marks.mark()
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):

@@ -41,7 +41,8 @@ def beside_line(row: Mapping[str, Any]) -> str:
     """The same for a row of beside.csv."""
     return (
         f"{'':42} beside {row['gemm_size']}: {row['transfer_beside_s'] * 1e6:8.1f} us x{row['slowdown_transfer']:.3f}, "
-        f"product {row['gemm_beside_s'] * 1e6:8.1f} us x{row['slowdown_compute']:.3f}{_flag(row)}"
+        f"product {row['gemm_beside_s'] * 1e6:8.1f} us x{row['slowdown_compute']:.3f}, "
+        f"lost {row['compute_lost_s'] * 1e6:.1f} us{_flag(row)}"
     )
 
 
@@ -58,12 +59,16 @@ def tables(rows: Sequence[Mapping[str, Any]], beside: Sequence[Mapping[str, Any]
         shown = [row for row in beside if row["gemm_size"] == gemm_size]
         sizes = sorted({row["bytes"] for row in shown})
         parts.append(
-            f"Beside products of {gemm_size} x {gemm_size} bf16 matrices: microseconds a transfer, and how much longer "
-            "a product takes (* flagged: a slowdown below 1, a measuring error):\n\n"
+            f"Beside products of {gemm_size} x {gemm_size} bf16 matrices: microseconds a transfer, how much longer a "
+            "product takes, and microseconds of compute that one transfer costs (* flagged: a slowdown below 1, a "
+            "measuring error):\n\n"
             + _by_size(
                 shown,
                 sizes,
-                lambda row: f"{row['transfer_beside_s'] * 1e6:.0f}, {row['slowdown_compute'] - 1:+.1%}{_flag(row)}",
+                lambda row: (
+                    f"{row['transfer_beside_s'] * 1e6:.0f}, {row['slowdown_compute'] - 1:+.1%}, "
+                    f"{row['compute_lost_s'] * 1e6:.0f}{_flag(row)}"
+                ),
             )
         )
     return "\n\n".join(parts) + "\n"

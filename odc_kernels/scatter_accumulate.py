@@ -13,6 +13,8 @@ from typing import Literal
 
 import torch
 
+from odc_kernels import launch
+from odc_kernels.copies import copy_batch
 from odc_kernels.window import Window, check_shards
 from odc_sim.errors import InputError, unknown_name
 
@@ -69,7 +71,7 @@ def scatter_accumulate(
     slot_numel = _slot_numel(window, deterministic)
     shard_numel = check_shards(window, gradients, offset, slot_numel)
     if method == "auto":
-        method = "triton" if window.device.type == "cuda" or _interpreted() else "torch"
+        method = "triton" if window.device.type == "cuda" or launch.interpreted() else "torch"
     elif method not in METHODS:
         raise unknown_name("scatter_accumulate method", method, METHODS)
     if shard_numel == 0:
@@ -117,8 +119,15 @@ def _slot_numel(window: Window, deterministic: bool) -> int:
 
 
 def _replace(window: Window, chunks: torch.Tensor, start: int) -> None:
-    for step in range(1, window.world_size + 1):
-        peer = (window.rank + step) % window.world_size
+    peers = [(window.rank + step) % window.world_size for step in range(1, window.world_size + 1)]
+    if window.reaches_all and chunks.dtype == window.dtype:
+        num_bytes = chunks.shape[1] * chunks.element_size()
+        start_bytes, source = start * chunks.element_size(), chunks.data_ptr()
+        sources = [source + peer * num_bytes for peer in peers]
+        targets = [window.pointers[peer] + start_bytes for peer in peers]
+        if copy_batch(targets, sources, num_bytes, window.device):
+            return  # pragma: cuda-only
+    for peer in peers:
         window.write(chunks[peer], peer, start)
 
 
@@ -141,10 +150,8 @@ def _push_triton(window: Window, gradients: torch.Tensor, shard_numel: int, star
         raise InputError(
             "scatter_accumulate: a peer is on another host, where atomic additions do not reach; shard within hosts"
         )
-    from odc_kernels.kernels import push_add_kernel
-    from odc_kernels.launch import programs
-
-    push_add_kernel[(programs(window.device, num_programs),)](
+    push_add_kernel = launch.kernels().push_add_kernel
+    push_add_kernel[(launch.programs(window.device, num_programs),)](
         gradients,
         window.addresses,
         shard_numel,
@@ -154,12 +161,3 @@ def _push_triton(window: Window, gradients: torch.Tensor, shard_numel: int, star
         block=BLOCK,
         num_warps=NUM_WARPS,
     )
-
-
-def _interpreted() -> bool:
-    """Triton may be missing on a CPU."""
-    try:
-        from odc_kernels.launch import interpreted
-    except ImportError:
-        return False
-    return interpreted()

@@ -67,8 +67,9 @@ class Window:
         self.dtype = local.dtype
         self.device = local.device
         self.lock = memory.lock
-        pointers = [0 if peer is None else peer.data_ptr() for peer in memory.peers]
-        self.addresses = torch.tensor(pointers, dtype=torch.int64, device=local.device)
+        self.pointers = tuple(0 if peer is None else peer.data_ptr() for peer in memory.peers)
+        """`addresses` as Python numbers."""
+        self.addresses = torch.tensor(self.pointers, dtype=torch.int64, device=local.device)
         """Where each rank's memory begins in this process, int64 [world_size] on the device; 0 where unreachable."""
 
     def barrier(self, timeout_s: float | None = None) -> None:

@@ -47,6 +47,18 @@ class Setup:
         values = rng.integers(-100, 100, numel) if integers else rng.standard_normal(numel)
         return torch.from_numpy(values.astype(np.float32)).to(dtype).to(self.device)
 
+    @contextmanager
+    def stream(self, *, own: bool) -> Iterator[None]:
+        """On GPUs a stream other than the default one where `own`: copies then go in batches."""
+        if self.cpu or not own:
+            yield
+            return
+        stream, outer = torch.cuda.Stream(self.device), torch.cuda.current_stream(self.device)
+        stream.wait_stream(outer)
+        with torch.cuda.stream(stream):
+            yield
+        outer.wait_stream(stream)
+
 
 def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
@@ -156,7 +168,8 @@ def gather_equals_all_gather(setup: Setup) -> None:
                         reference.all_gather(wanted, window.local[offset : offset + shard].clone())
                     output = torch.full_like(wanted, torch.nan)
                     skip_self = number % 3 == 0
-                    gather(window, output, offset=offset, skip_self=skip_self, method=method)
+                    with setup.stream(own=number % 2 == 0):
+                        gather(window, output, offset=offset, skip_self=skip_self, method=method)
                     if skip_self:
                         mine = slice(shard * setup.rank, shard * (setup.rank + 1))
                         assert output[mine].isnan().all(), "the own shard was to be left alone"
@@ -311,7 +324,8 @@ def overwriting_replaces_what_a_slot_held(setup: Setup) -> None:
         for repeat in range(3):  # without zeroing in between
             for push, overwrite in enumerate((True, False)):
                 gradients = setup.random(10, repeat, push, setup.rank, numel=numel)
-                scatter_accumulate(window, gradients, offset=offset, deterministic=True, overwrite=overwrite)
+                with setup.stream(own=repeat > 0):
+                    scatter_accumulate(window, gradients, offset=offset, deterministic=True, overwrite=overwrite)
             window.barrier()
             wanted = torch.zeros(shard, device=setup.device)
             for rank in range(setup.world_size):

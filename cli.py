@@ -31,12 +31,20 @@ LARGEST_TIMELINE_SPANS = 400_000
 
 Option = typer.Option
 Workload = Annotated[
-    str | None, Option(help="built-in workload or workload TOML (see: odc workloads)", show_default=False)
+    str | None,
+    Option(help="built-in workload or workload TOML (see: odc workloads)  [default: longalign]", show_default=False),
 ]
 LengthsFile = Annotated[Path | None, Option(help="your own lengths: .txt, .csv, .jsonl or .parquet")]
 Column = Annotated[str | None, Option(help="column of --lengths")]
-Model = Annotated[str | None, Option(help="built-in model or Hugging Face config.json (see: odc models)")]
-Hardware = Annotated[str | None, Option(help="built-in hardware, cluster TOML or calibration.json (see: odc hardware)")]
+Model = Annotated[
+    str | None, Option(help="built-in model or Hugging Face config.json (see: odc models)  [default: qwen2.5-1.5b]")
+]
+Hardware = Annotated[
+    str | None,
+    Option(
+        help="built-in hardware, cluster TOML or calibration.json (see: odc hardware)  [default: a100-nvswitch-roce]"
+    ),
+]
 Devices = Annotated[int | None, Option(help="GPUs  [default: 8]")]
 MinibatchSize = Annotated[int | None, Option(help="samples a GPU between optimizer steps  [default: 4]")]
 Minibatches = Annotated[int | None, Option(help="optimizer steps to simulate  [default: 100]")]
@@ -197,17 +205,17 @@ def _print(simulation: "Simulation", note: str) -> None:
 
 
 def _panels(simulation: "Simulation", progress: "Progress") -> tuple[Any, Any, str]:
-    """One typical minibatch under the baseline and under the best one-sided row, for the timeline picture and trace."""
+    """One typical minibatch under the baseline and under the recommended row, for the timeline picture and trace."""
+    from odc_sim.advice import advised_row
     from odc_sim.timeline import Timeline
 
     study, results = simulation.inputs.study, simulation.results
-    ran = [row for row in results.rows if row.speedup is not None]
     base_schedule, base_policy = study.baseline.split("/")
-    best = max(
-        (row for row in ran if row.label != study.baseline),
-        key=lambda r: (r.schedule == "odc", r.speedup),
-        default=None,
-    )
+    baseline = results.row(base_schedule, base_policy)
+    others = [row for row in results.rows if row.runs and row is not baseline]
+    advised = advised_row(results.rows, baseline)
+    # what is recommended, or where that is the baseline the best that ODC would do
+    best = max(others, key=lambda row: (row is advised, row.schedule == "odc", row.speedup or 0.0), default=None)
     shown = [(base_schedule, base_policy)] + ([(best.schedule, best.policy)] if best else [])
     minibatch = simulation.typical_minibatch(*shown[-1])
     counts = [int(p.counts()[minibatch].sum()) for p in simulation.plans.values() if not isinstance(p, str)]
@@ -222,7 +230,7 @@ def _panels(simulation: "Simulation", progress: "Progress") -> tuple[Any, Any, s
     for number, (schedule, policy) in enumerate(shown):
         progress("timeline of one minibatch", number, len(shown))
         makespan_s, found = simulation.play(schedule, policy, minibatch)
-        panels.append((f"{schedule} + {policy}", makespan_s, found))
+        panels.append((f"{schedule} + {policy}, minibatch {minibatch}", makespan_s, found))
         timelines["timeline" if number == len(shown) - 1 else "timeline-baseline"] = Timeline.from_spans(
             [(minibatch, found)]
         )
@@ -258,6 +266,10 @@ def plan(
         fields.pop(name)
     fields["policy"] = [policy] if policy else None
     with _one_line_errors():
+        from odc_sim.errors import InputError
+
+        if policy and "," in policy:
+            raise InputError(f"--policy: got {policy!r}, expected one policy: a plan is one policy's")
         from odc_sim.api import plan as make_plan
         from odc_sim.plans import unequal_counts, write_plan
 
@@ -395,6 +407,7 @@ def models(
 @app.command()
 def hardware(
     name: Annotated[str | None, typer.Argument(help="show this hardware, a cluster TOML or a calibration.json")] = None,
+    toml: Annotated[bool, Option("--toml", help="print the TOML of NAME, to copy and change")] = False,
     json_output: Annotated[bool, Option("--json", help="for machines")] = False,
 ) -> None:
     """List hardware, or show one with the sources of its numbers.
@@ -404,8 +417,17 @@ def hardware(
     with _one_line_errors():
         from dataclasses import asdict
 
-        from odc_sim.hardware import builtin_hardware
+        from odc_sim.errors import InputError
+        from odc_sim.hardware import builtin_hardware, hardware_text
         from odc_sim.machine import load_machine
+
+        if toml:
+            if name is None:
+                raise InputError(
+                    "--toml needs the name of one hardware, as in: odc hardware h100-ib --toml > mine.toml"
+                )
+            typer.echo(hardware_text(name), nl=False)
+            return
 
         clusters = [load_machine(known).cluster for known in ([name] if name else builtin_hardware())]
         if json_output:
@@ -474,5 +496,17 @@ def _main(version: Annotated[bool, Option("--version", help="print the version")
         raise typer.Exit()
 
 
+def main() -> None:
+    """The console script: `app`, with mistakes in the flags themselves reported in one line too."""
+    try:
+        sys.exit(app(args=sys.argv[1:] or ["--help"], standalone_mode=False))
+    except Exception as error:
+        explain = getattr(error, "format_message", None)  # the command-line library's own errors have it
+        if explain is None:
+            raise
+        typer.echo(f"error: {explain()} (see: odc --help)", err=True)
+        sys.exit(2)
+
+
 if __name__ == "__main__":
-    app()
+    main()

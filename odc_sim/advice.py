@@ -11,48 +11,56 @@ WORTH_IT = 0.02
 
 
 def advise(rows: Sequence[Row], baseline: Row, bound_speedup: float, largest_sample_binds: bool) -> str:
-    """One sentence on the fastest row that fits memory, or on a simpler one within 2 % of it.
+    """A few sentences: the fastest usable row or a simpler one within 1 % of it, and what stock FSDP2 reaches instead.
 
     `bound_speedup`: what no policy can beat; `largest_sample_binds`: it is set by the longest sample of a minibatch.
     """
-    running = [row for row in rows if row.speedup is not None]
-    candidates = [row for row in running if row.fits]
+    running = [row for row in rows if row.runs]
+    candidates = [row for row in running if row.usable]
     if not candidates:
         if not running:
             return "Nothing here can run: see the verdicts."
         tokens = max((row.largest_max_tokens or 0 for row in running), default=0)
-        remedy = f"lower --max-tokens to {tokens:,}" if tokens else "use more devices or a smaller model"
+        remedy = (
+            f"lower --max-tokens to {tokens:,} or use more devices" if tokens else "use more devices or a smaller model"
+        )
         return f"Nothing fits the device's memory: {remedy}."
-    choice = _simplest(candidates, baseline)
+    ceiling = _ceiling(bound_speedup, largest_sample_binds)
+    choice, best = _simplest(candidates, baseline), max(candidates, key=_gain)
     gain = _gain(choice) - 1.0
     if gain < WORTH_IT:
-        kept = f"Keep {baseline.schedule} + {baseline.policy}: nothing that fits gains {WORTH_IT:.0%} here."
-        return kept + _ceiling(bound_speedup, largest_sample_binds)
-    rival = f"{baseline.schedule} + {baseline.policy}"
-    text = f"Use {choice.schedule} + {choice.policy}: {gain:.0%} more throughput than {rival}"
+        return f"Keep {_name(baseline)}: nothing that fits gains {WORTH_IT:.0%} here.{ceiling}"
+    text = f"Use {_name(choice)}: {gain:.0%} more throughput than {_name(baseline)}"
     if choice.gpu_hours_saved_per_1000_steps is not None:
         text += f", {choice.gpu_hours_saved_per_1000_steps:,.1f} GPU-hours saved per 1,000 steps"
-    text += "."
-    fastest = {s: max((r for r in running if r.schedule == s), key=_gain, default=None) for s in EFFORT}
-    deferred, odc = fastest["collective-deferred"], fastest["odc"]
-    if choice.schedule == "collective-deferred" and odc is not None:
-        text += " It is stock FSDP2, as fast as odc here and fits: no ODC needed."
-    elif choice.schedule in ("odc", "odc-local-sum") and deferred is not None:
-        if not deferred.fits:
-            need = deferred.peak_memory_bytes.get("total", 0) / 1e9
-            text += f" collective-deferred would need {need:.0f} GB a device, which does not fit."
-        elif _gain(deferred) < _gain(choice):
-            text += f" collective-deferred + {deferred.policy} reaches {_gain(deferred) - 1.0:+.0%}."
-    return text + _ceiling(bound_speedup, largest_sample_binds)
+    text += "." if choice is best else f"; within 1 % of the fastest, {_name(best)}, and simpler."
+    odc = [row for row in running if row.schedule.startswith("odc")]
+    if not choice.schedule.startswith("odc"):
+        return text + (" It is stock FSDP2, as fast as odc here and fits: no ODC needed." if odc else "") + ceiling
+    stock = [row for row in candidates if not row.schedule.startswith("odc")]
+    if stock:
+        rival = max(stock, key=_gain)
+        close = [row for row in stock if _gain(row) >= _gain(rival) - 0.005]
+        rival = min(close, key=lambda row: (EFFORT.index(row.schedule), -_gain(row)))
+        text += f" The best that stock FSDP2 reaches is {_gain(rival) - 1.0:+.0%}, {_name(rival)}."
+    deferred = [row for row in running if row.schedule == "collective-deferred"]
+    if deferred and not any(row.fits for row in deferred):
+        need = min(row.peak_memory_bytes.get("total", 0) for row in deferred) / 1e9
+        text += f" collective-deferred would need {need:.0f} GB a device, which does not fit."
+    return text + ceiling
 
 
 def advised_row(rows: Sequence[Row], baseline: Row) -> Row | None:
     """The row that `advise` speaks for: the baseline where nothing that fits gains enough; None where nothing fits."""
-    candidates = [row for row in rows if row.runs and row.fits]
+    candidates = [row for row in rows if row.usable]
     if not candidates:
         return None
     choice = _simplest(candidates, baseline)
     return choice if _gain(choice) - 1.0 >= WORTH_IT else baseline
+
+
+def _name(row: Row) -> str:
+    return f"{row.schedule} + {row.policy}"
 
 
 def _simplest(candidates: Sequence[Row], baseline: Row) -> Row:

@@ -46,10 +46,14 @@ class Simulation:
     results: Results
 
     def typical_minibatch(self, schedule: str, policy: str) -> int:
-        """The minibatch whose speedup over the baseline is closest to that of all."""
-        base = self.executed[_baseline(self.inputs.study)].makespan_s
-        own = self.executed[schedule, policy].makespan_s
-        return int(np.abs(base / own - base.sum() / own.sum()).argmin())
+        """The minibatch most like all of them together in speedup over the baseline and in both idle rates."""
+        base, own = self.executed[_baseline(self.inputs.study)], self.executed[schedule, policy]
+        ratio = base.makespan_s / own.makespan_s
+        distance = np.abs(ratio / (base.makespan_s.sum() / own.makespan_s.sum()) - 1.0)
+        for run in (base, own):
+            available_s = self.inputs.study.devices * run.makespan_s
+            distance += np.abs((available_s - run.busy_s) / available_s - idle_rate(run, self.inputs.study.devices))
+        return int(distance.argmin())
 
     def play(self, schedule: str, policy: str, minibatch: int) -> tuple[float, list[Span]]:
         """Makespan in seconds and all spans of one minibatch, from the event engine."""
@@ -232,6 +236,20 @@ def _verdict(schedule: Schedule, plan: Plan) -> str | None:
     )
 
 
+def _luck(inputs: Inputs, schedule: Schedule, policy: str) -> str | None:
+    """A warning for a row that ran although its policy does not promise equal microbatch counts."""
+    if not schedule.needs_equal_counts or inputs.study.pad_microbatches:
+        return None
+    if inputs.given is not None and policy == inputs.given.policy:
+        return None  # a plan file is what will be run
+    if POLICIES[policy].equal_counts:
+        return None
+    return (
+        f"microbatch counts happened to be equal in these {inputs.study.minibatches} minibatches; nothing promises it, "
+        "and where they differ it hangs: use odc, or --pad-microbatches"
+    )
+
+
 def _results(
     inputs: Inputs,
     cells: list[tuple[Schedule, str]],
@@ -266,10 +284,32 @@ def _results(
         bounds=bounds,
         baseline=study.baseline,
         advice=advise(rows, baseline, bounds["speedup"], binds),
-        notes=inputs.notes + sources,
+        notes=(*inputs.notes, *sources, _memory_note(inputs), *_unusual(study)),
         study=study.model_dump(mode="json"),
         lengths={"name": inputs.workload_name, "max_tokens": inputs.max_tokens, **statistics.as_dict()},
     )
+
+
+def _memory_note(inputs: Inputs) -> str:
+    study, device = inputs.study, inputs.machine.cluster.device
+    chunks = (
+        f"loss in chunks of {study.chunked_loss_tokens:,} tokens"
+        if study.chunked_loss_tokens
+        else "loss over all tokens"
+    )
+    layers = "layers recomputed" if study.recompute else "no recomputation"
+    return f"memory: estimate against {device.memory_bytes / 1e9:.1f} GB, recipe {study.recipe}, {layers}, {chunks}"
+
+
+def _unusual(study: Study) -> list[str]:
+    """What differs from the defaults and is not in the table's title, so that no run passes for an ordinary one."""
+    fields = (
+        *("overlong", "pad_microbatches", "balancing_cost", "batch_minibatches", "barrier", "forward_prefetch"),
+        *("backward_prefetch", "collectives", "separate_reduce", "port_contention", "device_speed", "jitter", "engine"),
+    )
+    default = Study()
+    changed = [(name, getattr(study, name)) for name in fields if getattr(study, name) != getattr(default, name)]
+    return [f"not the default: {name} = {value}" for name, value in changed]
 
 
 def _bounds(inputs: Inputs, baseline_s: NDArray[np.float64]) -> dict[str, float]:
@@ -341,13 +381,14 @@ def _row(
         "recipe": study.recipe,
         "gather_dtype": study.gather_dtype,
         "recompute": study.recompute,
+        "chunked_loss_tokens": study.chunked_loss_tokens or None,
     }
     memory = peak_memory(inputs.model, microbatch_tokens=longest, **sizing)  # type: ignore[arg-type]
     limit = inputs.machine.cluster.device.memory_bytes
     percentiles = np.quantile(run.makespan_s, [0.05, 0.5, 0.95])
     counts = plan.counts()
     return replace(
-        _empty_row(inputs, schedule, policy, None),
+        _empty_row(inputs, schedule, policy, _luck(inputs, schedule, policy)),
         samples_per_s_per_device=used.size / seconds,
         tokens_per_s_per_device=float(plan.lengths[used].sum()) / seconds,
         speedup=faster.value,

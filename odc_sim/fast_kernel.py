@@ -5,8 +5,8 @@ the loop over units is outside and the loop over ranks inside, since ranks meet 
 that rank d runs in the pass at hand, -1 if none: that is how ranks whose last microbatches differ still reduce
 together under collective-deferred.
 
-Times per rank are rows of `state`; see the row names below. One file although it is long: numba's cache on disk does not
-notice a change in a kernel that is called from another file.
+Times per rank are rows of `state`; see the row names below. One file although it is long: numba's cache on disk does
+not notice a change in a kernel that is called from another file.
 """
 
 import numpy as np

@@ -118,6 +118,10 @@ NOT_MEASURED = "not measured"
 # The description of each type is what error messages say was expected.
 Text = Annotated[str, Field(min_length=1, description="a non-empty text")]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False, description="a number > 0")]
+# A rate below this is a unit gone wrong (GB/s for bytes/s, TFLOP/s for FLOP/s).
+Rate = Annotated[
+    float, Field(ge=1e6, allow_inf_nan=False, description="a number in SI units, >= 1e6 (187.5e9, not 187.5)")
+]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False, description="a number >= 0")]
 AtLeastOne = Annotated[float, Field(ge=1, allow_inf_nan=False, description="a number >= 1")]
 Fraction = Annotated[float, Field(gt=0, le=1, description="a fraction, > 0 and <= 1")]
@@ -139,23 +143,27 @@ class _ClusterSection(_Section):
 
 class _DeviceSection(_Section):
     name: Text
-    peak_flops: Positive
-    hbm_bytes_per_s: Positive
-    memory_bytes: Positive
+    peak_flops: Rate
+    hbm_bytes_per_s: Rate
+    memory_bytes: Rate
 
 
 class _IntraSection(_Section):
-    bytes_per_s: Positive
+    bytes_per_s: Rate
     latency_s: NotNegative
-    collective_bytes_per_s: Positive | None = Field(default=None, description="a number > 0")
+    collective_bytes_per_s: Rate | None = Field(
+        default=None, description="a number in SI units, >= 1e6 (187.5e9, not 187.5)"
+    )
     collective_latency_s: NotNegative | None = Field(default=None, description="a number >= 0")
-    one_sided_bytes_per_s: Positive | None = Field(default=None, description="a number > 0")
+    one_sided_bytes_per_s: Rate | None = Field(
+        default=None, description="a number in SI units, >= 1e6 (187.5e9, not 187.5)"
+    )
     one_sided_latency_s: NotNegative | None = Field(default=None, description="a number >= 0")
 
 
 class _InterSection(_Section):
     nics_per_node: Count
-    nic_bytes_per_s: Positive
+    nic_bytes_per_s: Rate
     latency_s: NotNegative
 
 
@@ -213,6 +221,16 @@ def load_cluster(name_or_path: str | Path) -> Cluster:
     raise unknown_name("hardware", text, builtin_hardware())
 
 
+def hardware_text(name_or_path: str | Path) -> str:
+    """The TOML of a built-in cluster or a file, to copy and change.
+
+    Raises InputError for an unknown name or an unreadable file.
+    """
+    text = str(name_or_path)
+    load_cluster(name_or_path)
+    return (DATA_DIR / f"{text}.toml" if text in builtin_hardware() else Path(text)).read_text(encoding="utf-8")
+
+
 def _read(path: Path) -> Cluster:
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -229,7 +247,8 @@ def _read(path: Path) -> Cluster:
 
 def _explain(error: ValidationError) -> str:
     """The first problem in one line: where, what was got, what was expected; and how many more there are."""
-    problems = error.errors(include_url=False)
+    # an unknown field first: it is usually why another one is missing
+    problems = sorted(error.errors(include_url=False), key=lambda problem: problem["type"] != "extra_forbidden")
     first = problems[0]
     where = [str(part) for part in first["loc"]]
     depth = 2 if where[0] == "overlap" else 1

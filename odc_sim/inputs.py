@@ -84,7 +84,7 @@ def load_inputs(study: Study) -> Inputs:
         groups=samples.groups,
         minibatches=tuple(np.split(ids, study.minibatches)),
         given=None,
-        notes=(samples.note,) if samples.note else (),
+        notes=tuple(note for note in (samples.note, _drawing_note(study, samples.lengths.size)) if note),
     )
 
 
@@ -98,6 +98,10 @@ def _workload(study: Study) -> Workload:
             "add samples or lower --devices"
         )
     return workload_from_lengths(lengths, study.lengths.stem)
+
+
+def _drawing_note(study: Study, drawn: int) -> str:
+    return f"{drawn:,} samples drawn from {study.lengths}, each once before any repeats" if study.lengths else ""
 
 
 def _from_plan(study: Study, plan: Plan, model: ModelSpec, machine: Machine, compute: ComputeCosts) -> Inputs:

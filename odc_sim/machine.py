@@ -29,7 +29,9 @@ def load_machine(name_or_path: str) -> Machine:
     """
     if not name_or_path.endswith(".json"):
         cluster = load_cluster(name_or_path)
-        return Machine(name=cluster.name, cluster=cluster, calibration=None)
+        # a user's file goes by its own name: the one inside is often that of the file it was copied from
+        name = cluster.name if name_or_path in builtin_hardware() else Path(name_or_path).stem
+        return Machine(name=name, cluster=cluster, calibration=None)
     calibration = load_calibration(name_or_path)
     return Machine(name=Path(name_or_path).stem, cluster=_calibrated(calibration), calibration=calibration)
 

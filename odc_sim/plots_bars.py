@@ -88,6 +88,7 @@ def speedup_figure(results: Results) -> "Figure":
     axes.set_ylim(0.0, top * 1.05)
     axes.set_xticks(range(len(policies)), policies)
     axes.set_ylabel(f"speedup ({TIMES})", color=INK)
+    axes.set_xlabel(_setting(results), color=INK, fontsize=9)
     tidy(axes, grid="y")
     axes.tick_params(axis="x", length=0, labelsize=9.5)
     handles = [Patch(facecolor=SCHEDULE_COLOURS.get(s, FAINT), edgecolor="none", label=s) for s in schedules]
@@ -128,7 +129,6 @@ def idle_figure(results: Results) -> "Figure":
         axes.set_yticks(range(len(policies)), policies)
         tidy(axes, grid="x")
         axes.tick_params(axis="y", length=0, labelsize=9)
-        axes.spines["left"].set(color=SCHEDULE_COLOURS.get(schedule, FAINT), linewidth=3.0, position=("outward", 6))
     for number, axes in enumerate(panels):
         axes.set_visible(number < len(schedules))
         if number >= len(schedules) - columns:
@@ -136,6 +136,7 @@ def idle_figure(results: Results) -> "Figure":
             axes.tick_params(labelbottom=True)
     panels[0].set_ylim(len(policies) - 0.5, -0.5)
     panels[0].set_xlim(0.0, most * 1.12)
+    figure.supxlabel(_setting(results), color=INK, fontsize=9)
     legend(figure, [Patch(facecolor=CAUSE_COLOURS[c], label=c.replace("_", " ")) for c in causes], 5)
     return figure
 
@@ -165,9 +166,9 @@ def lengths_figure(stats: Mapping[str, Any]) -> "Figure":
     # Neighbours among the marks can be close, so that their labels are on three lines.
     for number, mark in enumerate(sorted(MARKS, key=lambda name: float(stats[name]))):
         value = float(stats[mark])
-        _mark(axes, value, f"{mark} {_thousands(value)}", high * (1.34 - 0.1 * (number % 3)), high, INK)
+        _mark(axes, value, f"{mark} {value:,.0f}", high * (1.34 - 0.1 * (number % 3)), high, INK)
     if cap is not None and cap > stats["max"] * 1.02:
-        _mark(axes, float(cap), f"max_tokens {_thousands(cap)}", high * 1.04, high, SCHEDULE_COLOURS["odc"])
+        _mark(axes, float(cap), f"max_tokens {cap:,}", high * 1.04, high, SCHEDULE_COLOURS["odc"])
     axes.set_ylim(0.0, high * 1.42)
     axes.xaxis.set_major_locator(LogLocator(base=2.0, numticks=20))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda tokens, _: _thousands(tokens)))
@@ -178,6 +179,17 @@ def lengths_figure(stats: Mapping[str, Any]) -> "Figure":
     name = f"{stats['name']}: " if stats.get("name") else ""
     axes.set_title(f"{name}{stats['num_samples']:,} samples", loc="left", fontsize=10.5, color=INK)
     return figure
+
+
+def _setting(results: Results) -> str:
+    """What was simulated, for a line under a figure that may travel without its table."""
+    if not results.rows:
+        return ""
+    row = results.rows[0]
+    return (
+        f"{row.workload}, {row.model}, {row.devices} devices of {row.hardware}, "
+        f"minibatch {row.minibatch_size} a device, max_tokens {row.max_tokens:,}"
+    )
 
 
 def _policies(results: Results) -> list[str]:

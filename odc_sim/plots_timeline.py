@@ -72,7 +72,9 @@ def timeline_figure(panels: Sequence[Panel], ranks: Sequence[int] | None = None)
         axes.tick_params(axis="y", length=0, labelsize=9)
         axes.spines["left"].set_visible(False)
         _mark_end(axes, makespan_s * scale, panels[0][1] * scale, len(shown))
-    column[-1].set_xlabel(f"time ({unit}); numbers count a rank's microbatches", color=INK)
+    ranks_in_all = len({s.rank for _, _, spans in panels for s in spans})
+    some = f"; ranks {shown[0]} to {shown[-1]} of {ranks_in_all}" if len(shown) < ranks_in_all else ""
+    column[-1].set_xlabel(f"time ({unit}); numbers count a rank's microbatches{some}", color=INK)
     column[-1].set_xlim(0.0, longest_s * scale * 1.01)
     looks = [(name, look) for name, look in LOOKS.items() if name in used]
     legend(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from odc_sim.durations import CAUSES
-from odc_sim.errors import InputError
+from odc_sim.errors import InputError, unknown_name
 from odc_sim.header import check_header, header, read_json, write_json
 
 
@@ -59,6 +59,11 @@ class Row:
         return self.speedup is not None
 
     @property
+    def usable(self) -> bool:
+        """Whether it can be recommended: it ran, it fits, and nothing speaks against it."""
+        return self.runs and self.fits and self.verdict is None
+
+    @property
     def label(self) -> str:
         """schedule/policy"""
         return f"{self.schedule}/{self.policy}"
@@ -83,11 +88,11 @@ class Results:
     """How the ranking held in repeats with other seeds and costs; None where there were none."""
 
     def row(self, schedule: str, policy: str) -> Row:
-        """The row of a schedule and policy. Raises KeyError if the study did not ask for it."""
+        """The row of a schedule and policy. Raises InputError if the study did not ask for it."""
         for row in self.rows:
             if (row.schedule, row.policy) == (schedule, policy):
                 return row
-        raise KeyError(f"{schedule}/{policy}")
+        raise unknown_name("row", f"{schedule}/{policy}", (row.label for row in self.rows))
 
     def as_dict(self, command: str) -> dict[str, Any]:
         """The content of results.json."""

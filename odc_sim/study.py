@@ -5,7 +5,7 @@ import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from odc_sim.errors import InputError, unknown_name
 
@@ -54,6 +54,8 @@ class Study(BaseModel):
     gather_dtype: Literal["bf16", "fp32"] = "bf16"
     recipe: Literal["paper", "mixed"] = "paper"
     """Precision recipe for memory: paper = fp32 master, gradient and moments; mixed = 2 + 2 + 12 bytes."""
+    chunked_loss_tokens: Annotated[int, Field(ge=0)] = 512
+    """The loss is computed in chunks of so many tokens, so that full logits never exist; 0: over all tokens at once."""
     recompute: bool = True
     """Activation checkpointing of every layer."""
     engine: Literal["fast", "event"] = "fast"
@@ -78,12 +80,19 @@ class Study(BaseModel):
     plan: Path | None = None
     """A plan.json to simulate instead of drawing and balancing lengths."""
 
+    @field_validator("policy", "schedule", mode="before")
+    @classmethod
+    def _one_is_a_list(cls, value: object) -> object:
+        return tuple(part.strip() for part in value.split(",")) if isinstance(value, str) else value
+
     @model_validator(mode="after")
     def _consistent(self) -> "Study":
         if self.device_speed and len(self.device_speed) != self.devices:
             raise ValueError(
                 f"device_speed: got {len(self.device_speed)} values, expected one for each of {self.devices} devices"
             )
+        if self.lengths and "workload" in self.model_fields_set:
+            raise ValueError("lengths and workload: got both, expected one of them")
         if self.column and not self.lengths:
             raise ValueError("column: given without a lengths file")
         if self.baseline.count("/") != 1:

@@ -164,7 +164,7 @@ def title(results: Results) -> str:
 
 def best_row(results: Results) -> Row | None:
     """The fastest row that runs and fits."""
-    return max((row for row in results.rows if row.runs and row.fits), key=lambda row: row.speedup or 0.0, default=None)
+    return max((row for row in results.rows if row.usable), key=lambda row: row.speedup or 0.0, default=None)
 
 
 def top_causes(row: Row, most: int) -> list[tuple[str, float]]:
@@ -205,11 +205,28 @@ def legend_lines(results: Results, symbols: bool = True) -> list[str]:
         parts.append("base: what speedups are relative to")
     lines = ["; ".join(parts)] if parts else []
     if rows:
-        lines.append(
-            "lost to layer, microbatch, minibatch: waiting for slower ranks at that barrier; "
-            "unshard, reduce: transfers in the open"
-        )
+        lines.append("lost to " + "; ".join(f"{names}: {meaning}" for names, meaning in _meanings(rows)))
+        letters = "f fitted, a analytic, m measured, x extrapolated"
+        lines.append(f"batches: a rank's microbatches, mean/most; from: see sources ({letters})")
     return lines
+
+
+def _meanings(rows: Sequence[Row]) -> list[tuple[str, str]]:
+    """The causes that the table names, in its words, with what they mean."""
+    named = {cause for row in rows for cause, _ in top_causes(row, 2)}
+    meanings = (
+        (
+            ("imbalance_layer", "imbalance_microbatch", "imbalance_minibatch"),
+            "waiting for slower ranks at that barrier",
+        ),
+        (("exposed_unshard", "exposed_reduce"), "transfers in the open"),
+        (("port_contention",), "transfers sharing ports"),
+        (("compute_slowdown",), "compute slowed by transfers beside it"),
+        (("host",), "waiting for the launch"),
+        (("optimizer", "publish"), "the step itself"),
+    )
+    found = ((tuple(c for c in causes if c in named), meaning) for causes, meaning in meanings)
+    return [(", ".join(CAUSE_WORDS[c] for c in causes), meaning) for causes, meaning in found if causes]
 
 
 def bound_lines(results: Results) -> list[str]:
@@ -218,12 +235,21 @@ def bound_lines(results: Results) -> list[str]:
     if "speedup" not in bounds:
         return []
     text = f"nothing can beat {bounds['speedup']:.2f}x"
-    if "balanced_share" in bounds and "largest_sample" in bounds:
+    if {"lower_bound", "balanced_share", "largest_sample"} <= bounds.keys():
+        share, sample = _seconds(bounds["balanced_share"]), _seconds(bounds["largest_sample"])
         text += (
-            f": an even share of a minibatch's work takes {_seconds(bounds['balanced_share'])}, "
-            f"its longest sample alone {_seconds(bounds['largest_sample'])}"
+            f": a minibatch needs {_seconds(bounds['lower_bound'])} at least, the longer of an even share of its work "
+            f"({share} on average) and its longest sample ({sample})"
         )
-    return [text]
+    return [text, *_memory_lines(results)]
+
+
+def _memory_lines(results: Results) -> list[str]:
+    """The largest max_tokens that memory holds, by schedule: what does not fit could, and what fits could be packed
+    more."""
+    limits = {row.schedule: row.largest_max_tokens for row in _running(results)}
+    texts = [f"{schedule} {tokens:,}" if tokens else f"{schedule} none" for schedule, tokens in limits.items()]
+    return [f"memory holds max_tokens up to: {', '.join(texts)}"] if texts else []
 
 
 def _verdict_lines(results: Results) -> list[str]:

@@ -170,6 +170,25 @@ def test_mistakes_are_one_line_and_exit_code_2(odc, tmp_path, arguments, message
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["simulate", "--devices", "many"], "--devices"),
+        (["simulat"], "simulat"),
+        (["simulate", "--polcy", "lb-mini"], "--polcy"),
+        (["plan"], "--out"),
+    ],
+)
+def test_mistakes_in_the_flags_are_one_line_too(arguments, message, tmp_path):
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)}
+    command = [sys.executable, "-m", "cli", *arguments]
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert result.returncode == 2
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert result.stderr.startswith("error: ")
+    assert message in result.stderr
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_an_unwritable_folder(odc, tmp_path):
     (tmp_path / "locked").mkdir(mode=0o500)

@@ -53,7 +53,7 @@ class TestInputs:
         assert lines(found) == [
             "policy: lb-micro,lb-mini -> lb-mini",
             "gather_dtype: bf16 -> fp32",
-            f"notes: {results.notes[0]} -> compute: guessed",
+            f"notes: {'; '.join(results.notes)} -> compute: guessed",
             "toolkit_version: 1.0 -> 1.1",
             "numpy: (none) -> 2.5",
         ]  # max_tokens: what both ran with is the same

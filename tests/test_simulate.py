@@ -88,6 +88,23 @@ class TestControls:
         assert deferred.largest_max_tokens is None
         assert results.row("odc", "lb-mini").fits is False or "does not fit" in results.advice
 
+    def test_counts_that_are_equal_by_luck_are_not_recommended(self, tmp_path):
+        path = tmp_path / "short.txt"
+        path.write_text("".join(f"{900 + 7 * i}\n" for i in range(64)))  # a rank's four always fit one microbatch
+        study = Study(lengths=path, max_tokens=65536, minibatches=5, policy=PAIR, schedule=("collective",))
+        row = simulate(study).row("collective", "lb-mini")
+        assert row.runs
+        assert "happened to be equal in these 5 minibatches" in row.verdict
+        assert not row.usable
+        assert "lb-mini" not in simulate(study).advice
+        padded = simulate(study.model_copy(update={"pad_microbatches": True})).row("collective", "lb-mini")
+        assert padded.usable
+
+    def test_stock_fsdp_is_named_beside_odc(self):
+        advice = simulate(Study(minibatches=30, policy=(*PAIR, "cost-rows"))).advice
+        assert advice.startswith("Use odc + lb-mini")
+        assert "The best that stock FSDP2 reaches is +" in advice
+
     def test_the_longest_sample_is_named_when_it_binds(self):
         assert "longest sample" in simulate(Study(minibatch_size=1, minibatches=20, policy=PAIR)).advice
 
@@ -226,6 +243,39 @@ class TestPlansAndStudies:
         assert simulate(load_study(tmp_path / "study.toml", {"minibatches": 2})).lengths["max"] == 200
 
 
+class TestNotes:
+    def notes(self, **fields):
+        return simulate(Study(minibatches=2, policy=("lb-micro",), **fields)).notes
+
+    def test_memory_states_its_assumptions(self):
+        assert (
+            "memory: estimate against 85.9 GB, recipe paper, layers recomputed, loss in chunks of 512 tokens"
+            in self.notes()
+        )
+        assert any("loss over all tokens" in note for note in self.notes(chunked_loss_tokens=0))
+
+    def test_what_is_not_the_default_is_said(self):
+        assert self.notes() == self.notes(seed=1)
+        assert "not the default: jitter = 0.1" in self.notes(jitter=0.1)
+        assert any("device_speed = (0.9" in note for note in self.notes(device_speed=(0.9, *[1.0] * 7)))
+
+    def test_own_lengths_are_said_to_be_drawn(self, equal_lengths):
+        assert any(
+            "64 samples drawn from" in note and "each once" in note for note in self.notes(lengths=equal_lengths)
+        )
+
+    def test_a_cluster_file_goes_by_its_own_name(self, tmp_path):
+        row = simulate(Study(minibatches=2, policy=("lb-micro",), hardware=cluster(tmp_path, 40e9))).rows[0]
+        assert row.hardware == "4e+10"
+
+    def test_whole_logits_need_memory(self):
+        def total(chunk):
+            study = Study(minibatches=2, policy=("lb-micro",), chunked_loss_tokens=chunk)
+            return simulate(study).rows[0].peak_memory_bytes["total"]
+
+        assert total(0) > total(512) + 10e9
+
+
 class TestRefused:
     @pytest.mark.parametrize(
         ("fields", "message"),
@@ -237,6 +287,10 @@ class TestRefused:
             ({"engine": "quick"}, r"engine: got 'quick', expected 'fast' or 'event'"),
             ({"device_speed": (1.0,)}, r"device_speed: got 1 values, expected one for each of 8 devices"),
             ({"baseline": "lb-micro"}, r"baseline: got 'lb-micro', expected schedule/policy"),
+            (
+                {"lengths": Path("x.txt"), "workload": "longalign"},
+                r"lengths and workload: got both, expected one of them",
+            ),
             ({"column": "length"}, r"column: given without a lengths file"),
         ],
     )

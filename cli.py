@@ -257,7 +257,7 @@ def plan(
     seed: Seed = None,
     config: Config = None,
 ) -> None:
-    """Deal samples out to ranks and microbatches; the file is what simulate, train and validate execute.
+    """Deal samples out to ranks and microbatches; the file is what simulate --plan executes.
 
     Example:  odc plan --workload swesmith --devices 16 --policy lb-mini --out plan.json
     """

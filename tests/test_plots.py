@@ -150,10 +150,10 @@ def test_lengths_have_bars_and_marks():
     assert len(axes.patches) == 30
     assert axes.get_title("left") == "mine: 100 samples"
     # the mean, 18,176, lies between the median and the 90th percentile; the 99th is the longest itself
-    assert texts(axes) == ["p50 3K", "mean 17.8K", "p90 64K", "p99 64K", "max 64K"]
+    assert texts(axes) == ["p50 3,072", "mean 18,176", "p90 65,536", "p99 65,536", "max 65,536"]
     assert axes.get_xscale() == "log"
     (axes,) = lengths_figure(stats | {"max_tokens": 131072}).axes
-    assert texts(axes)[-1] == "max_tokens 128K"
+    assert texts(axes)[-1] == "max_tokens 131,072"
 
 
 def spans_of(rank, makespan_s):

@@ -1,5 +1,6 @@
 """Whole studies: controls with known answers, definitions that must add up, what is reported and refused."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -236,6 +237,12 @@ class TestPlansAndStudies:
         (tmp_path / "study.toml").write_text('workload = "swesmith"\ndevices = 4\npolicy = ["lb-mini"]\n')
         study = load_study(tmp_path / "study.toml", {"devices": 2})
         assert (study.workload, study.devices, study.policy) == ("swesmith", 2, ("lb-mini",))
+
+    def test_the_documented_study_file_is_the_defaults_and_names_every_field(self):
+        path = Path(__file__).parent.parent / "docs" / "study.toml"
+        assert load_study(path) == Study()
+        named = set(re.findall(r"^(?:# )?(\w+) = ", path.read_text(), flags=re.MULTILINE))
+        assert named == set(Study.model_fields)
 
     def test_files_named_in_a_study_are_found_beside_it(self, tmp_path):
         (tmp_path / "mine.txt").write_text("100\n200\n")

@@ -229,7 +229,7 @@ def test_calibrated_embedding_and_recomputing_loss_are_used_where_measured() -> 
 
 def test_calibrated_errors_name_what_is_there() -> None:
     with pytest.raises(
-        InputError, match=r"no fits of model 'qwen2.5-7b'; it has: tiny; measure it with `odc calibrate`"
+        InputError, match=r"no fits of model 'qwen2.5-7b'; it has: tiny; use one of these, or hardware by name"
     ):
         calibrated_costs(load_model("qwen2.5-7b"), calibration(*LAYER_AND_HEAD))
     with pytest.raises(InputError, match="no fits of model 'tiny'; it has: none"):

@@ -6,7 +6,6 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -59,6 +58,17 @@ class BesideRow:
     flagged: bool
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Samples:
+    """One line of samples.csv: what the row of rows.csv with the same first fields is made of."""
+
+    op: str
+    backend: str
+    bytes: int
+    seconds: str
+    """Separated by spaces."""
+
+
 def make_row(case: Case, num_bytes: int, alone: Timing) -> Row:
     """The row of a case timed alone."""
     world_size = dist.get_world_size()
@@ -104,7 +114,7 @@ class Recorder:
         self._record = record
         self._rows: list[Row] = []
         self._beside: list[BesideRow] = []
-        self._samples: list[dict[str, Any]] = []
+        self._samples: list[Samples] = []
         if record:
             out.mkdir(parents=True, exist_ok=True)
             self._header = header(command, seed=None)
@@ -121,11 +131,11 @@ class Recorder:
         self._rows.append(row)
         self._beside += beside
         seconds = " ".join(f"{sample:.4g}" for sample in alone.samples)
-        self._samples.append({"op": row.op, "backend": row.backend, "bytes": row.bytes, "seconds": seconds})
-        _write_csv(self._out / "rows.csv", [dataclasses.asdict(row) for row in self._rows])
-        _write_csv(self._out / "samples.csv", self._samples)
+        self._samples.append(Samples(op=row.op, backend=row.backend, bytes=row.bytes, seconds=seconds))
+        write_csv(self._out / "rows.csv", self._rows)
+        write_csv(self._out / "samples.csv", self._samples)
         if self._beside:
-            _write_csv(self._out / "beside.csv", [dataclasses.asdict(row) for row in self._beside])
+            write_csv(self._out / "beside.csv", self._beside)
         write_json(self._out / "environment.json", self._header)
         write_calibration(self._out / "calibration.json", self._calibration())
 
@@ -184,8 +194,9 @@ def hbm_bytes_per_s() -> float:  # pragma: cuda-only
     return 10 * 2 * source.numel() * source.element_size() / (start.elapsed_time(end) * 1e-3)
 
 
-def _write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
+def write_csv(path: Path, rows: Sequence[Row | BesideRow | Samples]) -> None:
+    """One line for each of the records, which are all of one kind, under a line with the names of their fields."""
     with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        writer = csv.DictWriter(file, fieldnames=[field.name for field in dataclasses.fields(rows[0])])
         writer.writeheader()
-        writer.writerows(rows)
+        writer.writerows(dataclasses.asdict(row) for row in rows)

@@ -151,7 +151,7 @@ def _plot_beside(beside: Sequence[Mapping[str, Any]], path: Path) -> None:
     left.set_xlabel(f"ms a transfer, shards of {size(num_bytes)}")
     right.set_xlabel("product takes longer by %")
     left.invert_yaxis()
-    left.legend(fontsize=7)
+    figure.legend(*left.get_legend_handles_labels(), fontsize=7, loc="outside upper center", ncols=3)
     for axes in (left, right):
         axes.tick_params(labelsize=7)
         axes.grid(axis="x", alpha=0.3)

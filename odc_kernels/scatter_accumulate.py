@@ -148,7 +148,8 @@ def _push_torch(window: Window, chunks: torch.Tensor, start: int, *, exclusive: 
 def _push_triton(window: Window, gradients: torch.Tensor, shard_numel: int, start: int, num_programs: int) -> None:
     if not window.reaches_all:
         raise InputError(
-            "scatter_accumulate: a peer is on another host, where atomic additions do not reach; shard within hosts, or overwrite"
+            "scatter_accumulate: a peer is on another host, where atomic additions do not reach; "
+            "shard within hosts, or overwrite"
         )
     push_add_kernel = launch.kernels().push_add_kernel
     push_add_kernel[(launch.programs(window.device, num_programs),)](

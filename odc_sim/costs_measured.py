@@ -34,7 +34,8 @@ def calibrated_costs(model: ModelSpec, calibration: "Calibration", recompute: bo
     if not names:
         there = ", ".join(sorted({fit.model for fit in calibration.fits})) or "none"
         raise InputError(
-            f"the calibration has no fits of model {model.name!r}; it has: {there}; use one of these, or hardware by name"
+            f"the calibration has no fits of model {model.name!r}; it has: {there}; "
+            "use one of these, or hardware by name"
         )
     name = names[0]
     fits: dict[tuple[str, str], Fit] = {(fit.unit, fit.direction): fit for fit in calibration.fits if fit.model == name}

@@ -86,7 +86,7 @@ def make_row(case: Case, num_bytes: int, alone: Timing) -> Row:
     )
 
 
-def make_beside_row(case: Case, num_bytes: int, gemm_size: int, beside: Beside) -> BesideRow:
+def make_beside_row(case: Case, num_bytes: int, gemm_size: int, beside: Beside) -> BesideRow:  # pragma: cuda-only
     """The row of a case timed beside products."""
     return BesideRow(
         op=case.op,
@@ -126,7 +126,7 @@ class Recorder:
         if not self._record:
             return
         print(report.line(dataclasses.asdict(row)), flush=True)
-        for other in beside:
+        for other in beside:  # pragma: cuda-only
             print(report.beside_line(dataclasses.asdict(other)), flush=True)
         self._rows.append(row)
         self._beside += beside
@@ -134,7 +134,7 @@ class Recorder:
         self._samples.append(Samples(op=row.op, backend=row.backend, bytes=row.bytes, seconds=seconds))
         write_csv(self._out / "rows.csv", self._rows)
         write_csv(self._out / "samples.csv", self._samples)
-        if self._beside:
+        if self._beside:  # pragma: cuda-only
             write_csv(self._out / "beside.csv", self._beside)
         write_json(self._out / "environment.json", self._header)
         write_calibration(self._out / "calibration.json", self._calibration())

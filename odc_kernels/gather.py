@@ -90,7 +90,7 @@ def faster(num_peers: int, num_bytes: int) -> Literal["copy", "triton"]:
 
 
 def _pull(window: Window, output: torch.Tensor, shard_numel: int, offset: int, skip_self: bool) -> None:
-    if not window.reaches_all:
+    if not window.reaches_all:  # pragma: cuda-only
         raise InputError("gather with method 'triton': a peer is on another host, where loads do not reach; use 'copy'")
     if skip_self and window.world_size == 1:
         return

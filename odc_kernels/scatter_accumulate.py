@@ -135,7 +135,7 @@ def _push_torch(window: Window, chunks: torch.Tensor, start: int, *, exclusive: 
     for step in range(1, window.world_size + 1):
         peer = (window.rank + step) % window.world_size
         target = window.peers[peer]
-        if target is None or window.lock is None:
+        if target is None or window.lock is None:  # pragma: cuda-only
             raise InputError("scatter_accumulate with method 'torch': only for windows of the backend 'cpu'")
         target = target[start : start + chunks.shape[1]]
         if exclusive:
@@ -146,7 +146,7 @@ def _push_torch(window: Window, chunks: torch.Tensor, start: int, *, exclusive: 
 
 
 def _push_triton(window: Window, gradients: torch.Tensor, shard_numel: int, start: int, num_programs: int) -> None:
-    if not window.reaches_all:
+    if not window.reaches_all:  # pragma: cuda-only
         raise InputError(
             "scatter_accumulate: a peer is on another host, where atomic additions do not reach; "
             "shard within hosts, or overwrite"

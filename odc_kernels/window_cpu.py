@@ -50,7 +50,7 @@ def allocate(numel: int, dtype: torch.dtype, group: dist.ProcessGroup, meeting: 
         raise
     finally:
         if path is not None:
-            path.unlink()
+            path.unlink(missing_ok=True)
     locks = _Locks(descriptors)
     return Memory(peers=tuple(peers), release=locks.close, lock=locks.hold)
 

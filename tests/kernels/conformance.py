@@ -146,10 +146,27 @@ def one_rank_without_room_stops_all(setup: Setup) -> None:
     if setup.cpu:
         from odc_kernels import window_cpu
 
-        if setup.rank == setup.world_size - 1:
-            window_cpu.folders = list  # no folder has room here
-        with raises(WindowError, f"rank {setup.world_size - 1}: needs 20 bytes of shared files"):
+        last, create = setup.world_size - 1, window_cpu._create
+        if setup.rank == last:
+            window_cpu._create = lambda *_: create(*_).rename("/dev/shm/odc-moved").with_name("odc-elsewhere")
+        cannot = f"rank 0: cannot map the file of rank {last} (/dev/shm/odc-elsewhere): not the same host or container"
+        with raises(WindowError, cannot):
             setup.open(5)
+        if setup.rank == last:
+            os.unlink("/dev/shm/odc-moved")
+            window_cpu._create = create
+            allocate = os.posix_fallocate
+            os.posix_fallocate = full  # another process is faster to take the room that was free
+            with raises(OSError):
+                create(20, window_cpu.folders())
+            os.posix_fallocate = allocate
+            window_cpu.folders = list  # no folder has room here
+        with raises(WindowError, f"rank {last}: needs 20 bytes of shared files"):
+            setup.open(5)
+
+
+def full(*_: int) -> None:
+    raise OSError("no space left")
 
 
 def gather_equals_all_gather(setup: Setup) -> None:
@@ -359,7 +376,7 @@ def wrong_arguments_are_refused(setup: Setup) -> None:
         if "triton" in setup.methods:
             with raises(InputError, "got a window of torch.int32, expected fp32, bf16 or fp16"):
                 gather(integers, shards.int(), method="triton")
-            gather(window, shards[: 4 * world_size], skip_self=True, method="triton")
+            gather(window, shards, skip_self=True, method="triton")
         elif setup.cpu:
             with raises(InputError, "set TRITON_INTERPRET=1"):
                 gather(window, shards, method="triton")
@@ -434,10 +451,39 @@ def a_rank_that_stays_away(rank: int, backend: BackendName) -> float:
     return waited_s
 
 
+def a_store_that_is_lost(rank: int, backend: BackendName) -> None:
+    """The process that hosts the store of torch.distributed dies."""
+
+    class Lost:
+        def __getattr__(self, name: str) -> Callable:
+            raise dist.DistNetworkError("Connection reset by peer\nand a stack trace")
+
+    setup = Setup(rank, backend, 0)
+    window = setup.open(10)
+    dist.barrier()
+    window._meeting._store = Lost()
+    with raises(WindowError, "the store of torch.distributed is gone", "died: Connection reset by peer"):
+        window.barrier()
+    dist.distributed_c10d._get_default_store = Lost
+    with raises(WindowError, "the store of torch.distributed is gone"):
+        setup.open(10)
+
+
+def raises_on_rank_1(rank: int) -> None:
+    if rank == 1:
+        raise ValueError("something of its own")
+
+
+def never_ends(rank: int) -> None:
+    if rank == 1:
+        time.sleep(600)
+
+
 def a_rank_that_dies(rank: int, backend: BackendName) -> str:
     """Rank 1 dies between two barriers; the others find out within the deadline and can still leave."""
     setup = Setup(rank, backend, 0)
     try:
+        # torch's store has 300 s of its own; the deadline here must be ours.
         with setup.open(10, name="doomed", timeout_s=2) as window:
             window.barrier()
             if rank == 1:

@@ -1,0 +1,84 @@
+"""The kernels compiled for sm_90, which needs no GPU, and disassembled: the width of what they do to memory."""
+
+import os
+import re
+from collections import Counter
+
+import pytest
+
+triton = pytest.importorskip("triton", reason="triton is not installed; `make test-kernels` runs these")
+pytest.importorskip("torch", reason="torch is not installed")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("kernels are interpreted in this process", allow_module_level=True)
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from odc_kernels import gather, kernels, scatter_accumulate  # noqa: E402
+
+ALL = ("shard_numel", "offset")
+
+
+def memory_instructions(function, types: dict[str, str], constants: dict, aligned: tuple[str, ...], num_warps: int):
+    """How often each load, store and reduction appears. Pointers and `aligned` arguments are multiples of 16."""
+    names = function.arg_names
+    pointers = [name for name, kind in types.items() if kind.startswith("*")]
+    source = ASTSource(
+        fn=function,
+        signature={name: "constexpr" if name in constants else types.get(name, "i32") for name in names},
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in (*pointers, *aligned)},
+    )
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
+    return Counter(re.findall(r"\b((?:REDG?|ATOMG?|LDG|STG)\.[.\w]*)", compiled.asm["sass"]))
+
+
+def push(gradients: str, aligned: tuple[str, ...] = ALL):
+    return memory_instructions(
+        kernels.push_add_kernel,
+        {"gradients": gradients, "addresses": "*i64"},
+        {"block": scatter_accumulate.BLOCK},
+        aligned,
+        scatter_accumulate.NUM_WARPS,
+    )
+
+
+def pull(output: str, window_dtype, aligned: tuple[str, ...] = ALL):
+    return memory_instructions(
+        kernels.pull_kernel,
+        {"addresses": "*i64", "output": output},
+        {"window_dtype": window_dtype, "block": gather.BLOCK},
+        aligned,
+        gather.NUM_WARPS,
+    )
+
+
+VECTOR_RED = "REDG.E.ADD.F32x4.FTZ.RN.STRONG.SYS"
+
+
+@pytest.mark.parametrize("gradients", ["*fp32", "*bf16"])
+def test_additions_are_16_byte_reductions_visible_to_the_system(gradients):
+    found = push(gradients)
+    assert found[VECTOR_RED] > 0
+    reductions = {name for name in found if name.startswith(("RED", "ATOM"))}
+    assert reductions == {VECTOR_RED}, "some additions are narrower, or read the old value back"
+    assert {name for name in found if name.startswith("LDG")} == {"LDG.E.64", "LDG.E.128"}  # the address; gradients
+
+
+def test_additions_of_an_odd_shard_stay_vectors_in_whole_tiles():
+    found = push("*fp32", aligned=("offset",))
+    assert found[VECTOR_RED] > 0
+    assert found["REDG.E.ADD.F32.FTZ.RN.STRONG.SYS"] > 0, "the tail"
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_pulls_move_16_bytes_a_thread(dtype):
+    found = pull(f"*{dtype}", kernels.DTYPES[getattr(gather.torch, {"bf16": "bfloat16", "fp32": "float32"}[dtype])])
+    assert {name for name in found if name.startswith("STG")} == {"STG.E.128"}
+    assert found["LDG.E.128"] > 0
+
+
+def test_a_pull_may_cast():
+    found = pull("*fp32", kernels.DTYPES[gather.torch.bfloat16])
+    assert found["LDG.E.64"] + found["LDG.E.128"] > 1
+    assert {name for name in found if name.startswith("STG")} == {"STG.E.128"}

@@ -65,6 +65,12 @@ class Scratch(NamedTuple):
 
 def make_rules(t: Durations, schedule: Schedule) -> Rules:
     """The rules of `schedule` and the scalars of `t`."""
+    share_ports = schedule.shares_ports and t.world_size > 1
+    ahead = schedule.backward_prefetch
+    if share_ports and ahead == 0 and t.host_backward_s == 0.0:
+        # With the host ahead and no common communicator, when a gather is issued changes nothing; but transfers that share
+        # ports have to be started in the order of time.
+        ahead = 1
     return Rules(
         one_sided=schedule.one_sided,
         deferred=schedule.deferred,
@@ -72,10 +78,10 @@ def make_rules(t: Durations, schedule: Schedule) -> Rules:
         barrier_layer=schedule.one_sided and schedule.barrier == "layer",
         barrier_microbatch=schedule.one_sided and schedule.barrier != "minibatch",
         forward_prefetch=schedule.forward_prefetch,
-        backward_prefetch=schedule.backward_prefetch,
+        backward_prefetch=ahead,
         separate_reduce=schedule.separate_reduce,
         overlap_tail=schedule.overlap_tail,
-        share_ports=schedule.shares_ports and t.world_size > 1,
+        share_ports=share_ports,
         host_forward_s=float(t.host_forward_s),
         host_backward_s=float(t.host_backward_s),
         end_s=float(t.optimizer_s + t.publish_s),

@@ -97,12 +97,16 @@ def _finish_pulls(s: Scratch, rules: Rules) -> None:
 
 
 @compiled
-def _finish_pushes(s: Scratch, rules: Rules) -> None:
+def _finish_pushes(s: Scratch, rules: Rules, needed: Array) -> None:
+    """The ends of the pushes under way are needed by ranks whose `needed` [D] is not -inf.
+
+    Others must go on sharing: a push whose end is asked for too early would keep its rank's next pull waiting.
+    """
     ports, ranks = s.ports, s.mb.shape[0]
     last_reduce, reduce, add, extra = s.state[LAST_REDUCE], s.state[REDUCE], s.state[PUSH_ADD], s.state[PUSH_EXTRA]
     for d in range(ranks if rules.one_sided else 1):
         port = ports[d]
-        if port[PUSH_PENDING] == 0.0:
+        if port[PUSH_PENDING] == 0.0 or needed[d] == -np.inf:
             continue
         _ports_until(port, np.inf, False, True)
         end = port[PUSH_END]
@@ -116,21 +120,31 @@ def _finish_pushes(s: Scratch, rules: Rules) -> None:
 
 
 @compiled
+def _credit(clock: float, start: float, other_start: float) -> float:
+    """Seconds of work done before `clock`, to which the ports have been advanced, by a transfer that began at `start`.
+
+    It had the ports to itself until the other one began, and half of them from then on.
+    """
+    if start >= clock:
+        return 0.0
+    alone_until = min(max(other_start, start), clock)
+    return alone_until - start + 0.5 * (clock - alone_until)
+
+
+@compiled
 def _start_pull(port: Array, u: int, start: float, seconds: float) -> None:
     _ports_until(port, start, False, False)
-    port[PULL_LEFT], port[PULL_ALONE], port[PULL_START], port[PULL_END], port[PULL_UNIT] = (
-        seconds,
-        seconds,
-        start,
-        start,
-        u,
-    )
+    done = _credit(port[CLOCK], start, port[PUSH_START])
+    port[PULL_LEFT], port[PULL_ALONE], port[PULL_START], port[PULL_UNIT] = max(seconds - done, 0.0), seconds, start, u
+    port[PULL_END] = port[CLOCK] if done < seconds else start + seconds
 
 
 @compiled
 def _start_push(port: Array, start: float, seconds: float) -> None:
     _ports_until(port, start, False, False)
-    port[PUSH_LEFT], port[PUSH_ALONE], port[PUSH_START], port[PUSH_END] = seconds, seconds, start, start
+    done = _credit(port[CLOCK], start, port[PULL_START])
+    port[PUSH_LEFT], port[PUSH_ALONE], port[PUSH_START] = max(seconds - done, 0.0), seconds, start
+    port[PUSH_END] = port[CLOCK] if done < seconds else start + seconds
     port[PUSH_PENDING] = 1.0
 
 
@@ -295,7 +309,9 @@ def _reduce(b: int, u: int, inp: Inputs, s: Scratch, rules: Rules, idle: Array) 
     state, unit_s, mb, ready = s.state, inp.unit_s, s.mb, s.ready
     compute, reduce, last_reduce, add = state[COMPUTE], state[REDUCE], state[LAST_REDUCE], state[PUSH_ADD]
     if rules.share_ports:
-        _finish_pushes(s, rules)
+        for d in range(mb.shape[0]):
+            ready[d] = 0.0 if mb[d] >= 0 else -np.inf
+        _finish_pushes(s, rules, ready)
     at = -1 if rules.one_sided else s.counter[1]
     _wait(s, idle, last_reduce, at, s.never, state[PUSH_EXTRA], EXPOSED_REDUCE, unit_s[PACK, u])  # edge 8
     for d in range(mb.shape[0]):
@@ -378,13 +394,15 @@ def _backward(b: int, gathers: bool, reduces: bool, inp: Inputs, s: Scratch, rul
 @compiled
 def _finalize(last_only: bool, b: int, inp: Inputs, s: Scratch, rules: Rules, idle: Array) -> None:
     """Edge 12: compute streams wait for every reduction; with `last_only` those of ranks at their last microbatch."""
-    if rules.share_ports:
-        _finish_pushes(s, rules)
     mb, until = s.mb, s.ready
     for d in range(mb.shape[0]):
         ends = mb[d] >= 0 and (not last_only or mb[d] == inp.counts[b, d] - 1)
-        until[d] = s.state[REDUCE, d] if ends else -np.inf
-        if ends:
+        until[d] = 0.0 if ends else -np.inf
+    if rules.share_ports:
+        _finish_pushes(s, rules, until)
+    for d in range(mb.shape[0]):
+        if until[d] != -np.inf:
+            until[d] = s.state[REDUCE, d]
             s.state[LAST_REDUCE, d] = -np.inf
     _wait(s, idle, until, -1 if rules.one_sided else s.counter[1], s.never, s.state[PUSH_EXTRA], EXPOSED_REDUCE, 0.0)
 

@@ -82,6 +82,26 @@ def test_shared_ports_only_ever_cost_time_and_stay_close_to_the_event_engine(nam
     assert np.max(np.abs(ratios)) < 0.25
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("collective", {"separate_reduce": True, "backward_prefetch": 0}),
+        ("collective", {"separate_reduce": True}),
+        ("odc", {"backward_prefetch": 0}),
+        ("odc", {}),
+    ],
+)
+def test_equal_ranks_share_ports_alike_in_both_engines(name, options):
+    """Nothing is approximate where all ranks do the same: the peers do behave as the rank itself."""
+    for gather_s, reduce_s in ((1.9, 1.9), (0.2, [5, *[0.2] * 4]), (1.5, 0.4), (0.05, 0.1)):
+        for microbatches in (1, 3):
+            work = np.full((microbatches, 6, 2), 0.7)
+            case = make_durations(work, 2 * work, gather_s=gather_s, reduce_s=reduce_s)
+            schedule = make_schedule(name, **options)
+            fast, event = (run(case, schedule).makespan_s[0] for run in (run_fast, run_event))
+            assert fast == pytest.approx(event, rel=1e-9), (gather_s, reduce_s, microbatches)
+
+
 @pytest.mark.parametrize("name", [s.name for s in SCHEDULES])
 def test_nothing_to_do_takes_no_time(name):
     nothing = make_durations(np.zeros((1, 4, 3)), np.zeros((1, 4, 3)))

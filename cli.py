@@ -27,7 +27,8 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-LARGEST_TIMELINE_SPANS = 400_000
+INTERRUPTED = "interrupted; every file that was written is whole"
+LARGEST_TIMELINE_SPANS = 200_000
 
 Option = typer.Option
 Workload = Annotated[
@@ -70,8 +71,11 @@ def _one_line_errors() -> Iterator[None]:
     except InputError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
-    except KeyboardInterrupt:
-        typer.echo("interrupted: nothing was written", err=True)
+    except (KeyboardInterrupt, SystemError) as error:
+        # compiled code reports an interrupt as a SystemError that was caused by it
+        if isinstance(error, SystemError) and not isinstance(error.__cause__ or error.__context__, KeyboardInterrupt):
+            raise
+        typer.echo(INTERRUPTED, err=True)
         raise typer.Exit(130) from None
 
 
@@ -167,13 +171,17 @@ def simulate(
         from odc_sim.report import make_directory, write_report
 
         study = _study(config, fields)
+        if save_plan is not None and plan is not None:
+            raise InputError("--save-plan with --plan: there is nothing to plan; leave one out")
         if save_plan is not None and len(study.policy) != 1:
             raise InputError(f"--save-plan needs exactly one --policy, got {len(study.policy)}")
+        if out is not None and out.exists():
+            make_directory(out)  # a wrong --out should not cost a simulation
         with _progress() as progress:
             simulation = run_study(study, progress)
             results = simulation.results
             folder = out or Path("reports") / _folder_name(simulation.inputs.workload_name)
-            make_directory(folder)  # before the long part: a wrong --out should not cost a simulation
+            make_directory(folder)
             panels, timelines, note = _panels(simulation, progress)
         if json_file is not None and str(json_file) == "-":
             import json
@@ -193,7 +201,7 @@ def simulate(
 
 
 def _folder_name(workload: str) -> str:
-    return "".join(c if c.isalnum() or c in "-_." else "-" for c in workload) or "study"
+    return "".join(c if c.isalnum() or c in "-_." else "-" for c in workload).strip(".") or "study"
 
 
 def _print(simulation: "Simulation", note: str) -> None:
@@ -500,6 +508,9 @@ def main() -> None:
     """The console script: `app`, with mistakes in the flags themselves reported in one line too."""
     try:
         sys.exit(app(args=sys.argv[1:] or ["--help"], standalone_mode=False))
+    except KeyboardInterrupt:
+        typer.echo(INTERRUPTED, err=True)
+        sys.exit(130)
     except Exception as error:
         explain = getattr(error, "format_message", None)  # the command-line library's own errors have it
         if explain is None:

@@ -10,10 +10,11 @@ WORTH_IT = 0.02
 """A gain below this is not worth a change: about what two runs of one setup differ by."""
 
 
-def advise(rows: Sequence[Row], baseline: Row, bound_speedup: float, largest_sample_binds: bool) -> str:
+def advise(rows: Sequence[Row], baseline: Row, bound_speedup: float | None, largest_sample_binds: bool) -> str:
     """A few sentences: the fastest usable row or a simpler one within 1 % of it, and what stock FSDP2 reaches instead.
 
-    `bound_speedup`: what no policy can beat; `largest_sample_binds`: it is set by the longest sample of a minibatch.
+    `bound_speedup`: what no policy can beat, None if unknown; `largest_sample_binds`: the longest sample of a minibatch
+    sets it.
     """
     running = [row for row in rows if row.runs]
     candidates = [row for row in running if row.usable]
@@ -28,13 +29,16 @@ def advise(rows: Sequence[Row], baseline: Row, bound_speedup: float, largest_sam
     ceiling = _ceiling(bound_speedup, largest_sample_binds)
     choice, best = _simplest(candidates, baseline), max(candidates, key=_gain)
     gain = _gain(choice) - 1.0
-    if gain < WORTH_IT:
+    if gain < WORTH_IT and baseline.usable:
         return f"Keep {_name(baseline)}: nothing that fits gains {WORTH_IT:.0%} here.{ceiling}"
-    text = f"Use {_name(choice)}: {gain:.0%} more throughput than {_name(baseline)}"
+    text = f"Use {_name(choice)}: "
+    if not baseline.usable:
+        text += f"{_name(baseline)}, the baseline, does not fit the device's memory; "
+    text += f"{abs(gain):.0%} {'more' if gain >= 0 else 'less'} throughput than {_name(baseline)}"
     if choice.gpu_hours_saved_per_1000_steps is not None:
         text += f", {choice.gpu_hours_saved_per_1000_steps:,.1f} GPU-hours saved per 1,000 steps"
     text += "." if choice is best else f"; within 1 % of the fastest, {_name(best)}, and simpler."
-    odc = [row for row in running if row.schedule.startswith("odc")]
+    odc = [row for row in candidates if row.schedule.startswith("odc")]
     if not choice.schedule.startswith("odc"):
         return text + (" It is stock FSDP2, as fast as odc here and fits: no ODC needed." if odc else "") + ceiling
     stock = [row for row in candidates if not row.schedule.startswith("odc")]
@@ -56,7 +60,7 @@ def advised_row(rows: Sequence[Row], baseline: Row) -> Row | None:
     if not candidates:
         return None
     choice = _simplest(candidates, baseline)
-    return choice if _gain(choice) - 1.0 >= WORTH_IT else baseline
+    return choice if _gain(choice) - 1.0 >= WORTH_IT or not baseline.usable else baseline
 
 
 def _name(row: Row) -> str:
@@ -75,8 +79,8 @@ def _gain(row: Row) -> float:
     return row.speedup
 
 
-def _ceiling(bound_speedup: float, largest_sample_binds: bool) -> str:
-    if largest_sample_binds:
+def _ceiling(bound_speedup: float | None, largest_sample_binds: bool) -> str:
+    if largest_sample_binds and bound_speedup is not None:
         return (
             f" The longest sample of a minibatch alone caps any policy at {bound_speedup - 1.0:+.0%}:"
             " larger minibatches or context parallelism are needed to go beyond."

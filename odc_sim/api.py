@@ -26,6 +26,8 @@ from odc_sim.transfers import TransferCosts, transfer_costs
 
 Progress = Callable[[str, int, int], None]
 """Called with (what is being done, steps done, steps in all)."""
+LARGEST_WITH_FLOWS = 16
+"""Devices up to which a timeline has every flow between ranks."""
 CAP_SHARE = 1.05
 """The longest sample is said to bind when it makes the lower bound this much larger than the balanced share."""
 
@@ -56,12 +58,17 @@ class Simulation:
         return int(distance.argmin())
 
     def play(self, schedule: str, policy: str, minibatch: int) -> tuple[float, list[Span]]:
-        """Makespan in seconds and all spans of one minibatch, from the event engine."""
+        """Makespan in seconds and all spans of one minibatch, from the event engine.
+
+        With more than 16 devices ports are taken as uncontended: every flow between every pair of ranks takes too long.
+        """
         from odc_sim.engine_event import play
 
         plan = self.plans[policy]
         assert isinstance(plan, Plan)
         rules = _schedule(self.inputs.study, schedule)
+        if self.inputs.study.devices > LARGEST_WITH_FLOWS:
+            rules = replace(rules, port_contention=False)
         load = _load(self.inputs, plan).part(slice(minibatch, minibatch + 1))
         costs = _transfers(self.inputs, rules)
         durations = build_durations(load, self.inputs.compute, costs, self.inputs.machine.cluster, rules)
@@ -206,7 +213,10 @@ def _plan(inputs: Inputs, policy: str) -> Plan:
         minibatch_size=study.minibatch_size,
         max_tokens=inputs.max_tokens,
         policy=policy,
-        balancing_cost={"name": study.balancing_cost, "source": inputs.compute.source},
+        balancing_cost={
+            "name": study.balancing_cost,
+            "source": inputs.compute.source if study.balancing_cost == "calibrated" else "formula in lengths",
+        },
         lengths=inputs.lengths,
         groups=inputs.groups,
         seed=study.seed,
@@ -283,8 +293,14 @@ def _results(
         rows=rows,
         bounds=bounds,
         baseline=study.baseline,
-        advice=advise(rows, baseline, bounds["speedup"], binds),
-        notes=(*inputs.notes, *sources, _memory_note(inputs), *_unusual(study)),
+        advice=advise(rows, baseline, bounds.get("speedup"), binds),
+        notes=(
+            *inputs.notes,
+            *sources,
+            *((inputs.machine.note,) if inputs.machine.note else ()),
+            _memory_note(inputs),
+            *_unusual(study),
+        ),
         study=study.model_dump(mode="json"),
         lengths={"name": inputs.workload_name, "max_tokens": inputs.max_tokens, **statistics.as_dict()},
     )
@@ -313,16 +329,19 @@ def _unusual(study: Study) -> list[str]:
 
 
 def _bounds(inputs: Inputs, baseline_s: NDArray[np.float64]) -> dict[str, float]:
-    """Seconds a minibatch that no policy can beat, whatever the schedule: compute only, without fixed costs."""
+    """Seconds a minibatch that no policy beats that keeps samples in their minibatch: compute without fixed costs."""
     costs = [inputs.compute.sample_cost_s(inputs.lengths[ids]) / _fastest(inputs.study) for ids in inputs.minibatches]
     shares = np.array([cost.sum() / _total_speed(inputs.study) * _fastest(inputs.study) for cost in costs])
     largest = np.array([cost.max(initial=0.0) for cost in costs])
     lower = np.maximum(shares, largest)
+    bound = {}
+    if lower.sum() > 0.0 and not inputs.study.jitter:  # jitter is in the makespans, but not in these seconds
+        bound = {"speedup": float(baseline_s.sum() / lower.sum())}
     return {
         "balanced_share": float(shares.mean()),
         "largest_sample": float(largest.mean()),
         "lower_bound": float(lower.mean()),
-        "speedup": float(baseline_s.sum() / lower.sum()) if lower.sum() > 0.0 else 1.0,
+        **bound,
     }
 
 
@@ -349,6 +368,7 @@ def _empty_row(inputs: Inputs, schedule: Schedule, policy: str, verdict: str | N
         gather_dtype=study.gather_dtype,
         seed=study.seed,
         max_tokens=inputs.max_tokens,
+        memory_recipe=study.recipe,
         verdict=verdict,
     )
 
@@ -367,14 +387,16 @@ def _row(
     study, devices = inputs.study, inputs.study.devices
     used = plan.sample_ids
     seconds = float(run.makespan_s.sum()) * devices
-    whole_batch = policy in POLICIES and POLICIES[policy].whole_batch
+    # policies of a whole batch move samples between its minibatches, so these are resampled together
+    whole_batch = any(name in POLICIES and POLICIES[name].whole_batch for name in (policy, _baseline(study)[1]))
     faster = speedup(
         baseline_s,
         run.makespan_s,
         study.batch_minibatches if whole_batch else 1,
         np.random.default_rng([study.seed, BOOTSTRAP_STREAM]),
     )
-    longest = int(plan.tokens().max(initial=0))
+    tokens = plan.tokens()[~plan.padding]
+    longest, shortest = int(tokens.max(initial=0)), int(tokens.min()) if tokens.size else 0
     sizing = {
         "world_size": devices,
         "schedule": schedule.name,
@@ -385,6 +407,7 @@ def _row(
     }
     memory = peak_memory(inputs.model, microbatch_tokens=longest, **sizing)  # type: ignore[arg-type]
     limit = inputs.machine.cluster.device.memory_bytes
+    outside = extrapolated(inputs.compute, longest) or extrapolated(inputs.compute, shortest)
     percentiles = np.quantile(run.makespan_s, [0.05, 0.5, 0.95])
     counts = plan.counts()
     return replace(
@@ -412,7 +435,7 @@ def _row(
         fits=memory.total_bytes <= limit,
         largest_max_tokens=largest_max_tokens(inputs.model, memory_bytes=limit, **sizing),  # type: ignore[arg-type]
         provenance={
-            "compute": "extrapolated" if extrapolated(inputs.compute, longest) else inputs.compute.provenance,
+            "compute": "extrapolated" if outside else inputs.compute.provenance,
             "transfers": transfers.provenance,
             "optimizer": transfers.optimizer_provenance,
             "memory": "analytic",

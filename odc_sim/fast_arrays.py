@@ -68,8 +68,8 @@ def make_rules(t: Durations, schedule: Schedule) -> Rules:
     share_ports = schedule.shares_ports and t.world_size > 1
     ahead = schedule.backward_prefetch
     if share_ports and ahead == 0 and t.host_backward_s == 0.0:
-        # With the host ahead and no common communicator, when a gather is issued changes nothing; but transfers that share
-        # ports have to be started in the order of time.
+        # With the host ahead and no common communicator, when a gather is issued changes nothing; but transfers that
+        # share ports have to be started in the order of time.
         ahead = 1
     return Rules(
         one_sided=schedule.one_sided,

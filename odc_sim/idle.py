@@ -38,8 +38,10 @@ class Span(NamedTuple):
     end_s: float
 
 
-def _explain(op: Op, gap_start_s: float, collectives: dict[str, list[Op]]) -> Iterator[tuple[str, float]]:
-    """(cause, seconds) parts of the gap before `op`; they sum to the gap."""
+def _explain(
+    op: Op, gap_start_s: float, collectives: dict[str, list[Op]], places: dict[Op, int]
+) -> Iterator[tuple[str, float]]:
+    """(cause, seconds) parts of the gap before `op`; they sum to the gap. `places`: of each collective in its list."""
     gap_s = op.start_s - gap_start_s
     if op.awaited is None:  # nothing but the host, or a barrier that ranks reach late
         wait_s = op.start_s - max(op.ready_s, gap_start_s) if op.kind == "meet" else 0.0
@@ -48,7 +50,7 @@ def _explain(op: Op, gap_start_s: float, collectives: dict[str, list[Op]]) -> It
         return
     left_s = gap_s
     chain = collectives.get(op.awaited.communicator, [])
-    position = chain.index(op.awaited) if op.awaited.communicator else -1
+    position = places[op.awaited] if op.awaited.communicator else -1
     while position >= 0 and chain[position].start_s > gap_start_s:
         y = chain[position]
         free_s = chain[position - 1].end_s if position else 0.0
@@ -70,9 +72,12 @@ def _explain(op: Op, gap_start_s: float, collectives: dict[str, list[Op]]) -> It
 def account(rank: int, ops: list[Op]) -> Iterator[Span]:
     """Every span of one rank's streams: waits with their cause, copies, compute, transfers."""
     collectives: dict[str, list[Op]] = {}
+    places: dict[Op, int] = {}
     for op in ops:
         if op.communicator:
-            collectives.setdefault(op.communicator, []).append(op)
+            chain = collectives.setdefault(op.communicator, [])
+            places[op] = len(chain)
+            chain.append(op)
     free_s = 0.0
     for op in ops:
         if op.stream != "compute":
@@ -81,7 +86,7 @@ def account(rank: int, ops: list[Op]) -> Iterator[Span]:
             continue
         if op.start_s > free_s:
             clock_s = free_s
-            for cause, seconds in _explain(op, free_s, collectives):
+            for cause, seconds in _explain(op, free_s, collectives, places):
                 if seconds > 0.0:
                     yield Span(rank, "compute", "wait", cause, op.unit, op.microbatch, clock_s, clock_s + seconds)
                     clock_s += seconds

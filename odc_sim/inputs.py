@@ -19,6 +19,7 @@ from odc_sim.workload import Workload, draw_minibatches, load_workload, workload
 
 Lengths = NDArray[np.int64]
 # Independent random streams of one seed: lengths, jitter (execution.Load), the shuffles of policies, bootstrap.
+BALANCING_COSTS = ("calibrated", "flops", "quadratic", "tokens")
 LENGTHS_STREAM, SHUFFLE_STREAM, BOOTSTRAP_STREAM = 0, 2, 3
 
 
@@ -104,23 +105,45 @@ def _drawing_note(study: Study, drawn: int) -> str:
     return f"{drawn:,} samples drawn from {study.lengths}, each once before any repeats" if study.lengths else ""
 
 
+# What a plan file settles; a flag that says otherwise would be ignored, so it is refused.
+SETTLED_BY_PLAN = (
+    *("workload", "lengths", "column", "scale", "overlong", "devices", "minibatch_size", "minibatches", "max_tokens"),
+    *("policy", "balancing_cost", "batch_minibatches", "pad_microbatches"),
+)
+
+
 def _from_plan(study: Study, plan: Plan, model: ModelSpec, machine: Machine, compute: ComputeCosts) -> Inputs:
-    for name, got in (("devices", plan.world_size), ("max_tokens", plan.max_tokens)):
-        asked = getattr(study, name)
-        if name in study.model_fields_set and asked != got:
+    settled: dict[str, Any] = {
+        "devices": plan.world_size,
+        "minibatch_size": plan.minibatch_size,
+        "minibatches": plan.num_minibatches,
+        "max_tokens": plan.max_tokens,
+        "policy": (plan.policy,),
+        "workload": str(plan.workload.get("name", "plan")),
+        "model": model.name,
+    }
+    cost = plan.balancing_cost.get("name")
+    if cost in BALANCING_COSTS:  # other policies, the baseline's, are balanced as this one was
+        settled["balancing_cost"] = cost
+    for name in SETTLED_BY_PLAN:
+        if name in study.model_fields_set and getattr(study, name) != settled.get(
+            name, Study.model_fields[name].default
+        ):
+            asked = getattr(study, name)
             raise InputError(
-                f"--{name.replace('_', '-')} {asked} contradicts {study.plan}, which is for {got}; leave the flag out"
+                f"--{name.replace('_', '-')} {asked} contradicts {study.plan}, "
+                f"which is for {settled.get(name, 'its own')}; leave it out"
             )
+    if study.device_speed and len(study.device_speed) != plan.world_size:
+        raise InputError(
+            f"device_speed: got {len(study.device_speed)} values, "
+            f"expected one for each of the plan's {plan.world_size} ranks"
+        )
+    if "seed" not in study.model_fields_set and plan.seed is not None:
+        settled["seed"] = plan.seed
     edges = plan.microbatch_start[plan.rank_start[:: plan.world_size]]
     return Inputs(
-        study=study.model_copy(
-            update={
-                "devices": plan.world_size,
-                "minibatch_size": plan.minibatch_size,
-                "minibatches": plan.num_minibatches,
-                "seed": study.seed if "seed" in study.model_fields_set or plan.seed is None else plan.seed,
-            }
-        ),
+        study=study.model_copy(update=settled),
         workload_name=str(plan.workload.get("name", "plan")),
         workload=dict(plan.workload),
         model=model,
@@ -131,7 +154,7 @@ def _from_plan(study: Study, plan: Plan, model: ModelSpec, machine: Machine, com
         groups=plan.groups,
         minibatches=tuple(np.sort(part) for part in np.split(plan.sample_ids, edges[1:-1])),
         given=plan,
-        notes=(f"plan {study.plan}",),
+        notes=(f"plan {study.plan}: other policies are planned on its minibatches",),
     )
 
 
@@ -154,4 +177,5 @@ def balancing_cost(name: str, model: ModelSpec, compute: ComputeCosts) -> Callab
         # integer_costs counts in 1e-9, so FLOPs are given in units of 1e15: about seconds of a GPU
         return (linear * tokens(lengths) + square * quadratic(lengths)) / 1e15
 
-    return {"tokens": tokens, "quadratic": quadratic, "flops": flops, "calibrated": compute.sample_cost_s}[name]
+    costs = (compute.sample_cost_s, flops, quadratic, tokens)
+    return dict(zip(BALANCING_COSTS, costs, strict=True))[name]

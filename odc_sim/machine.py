@@ -1,5 +1,6 @@
 """What `--hardware` names: built-in hardware, a cluster TOML, or a calibration.json measured on the machine itself."""
 
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -19,6 +20,8 @@ class Machine:
     name: str
     cluster: Cluster
     calibration: Calibration | None
+    note: str = ""
+    """What a reader must know about where the numbers come from."""
 
 
 def load_machine(name_or_path: str) -> Machine:
@@ -33,15 +36,19 @@ def load_machine(name_or_path: str) -> Machine:
         name = cluster.name if name_or_path in builtin_hardware() else Path(name_or_path).stem
         return Machine(name=name, cluster=cluster, calibration=None)
     calibration = load_calibration(name_or_path)
-    return Machine(name=Path(name_or_path).stem, cluster=_calibrated(calibration), calibration=calibration)
+    cluster = _calibrated(calibration)
+    device, like = cluster.device, cluster.name.removesuffix(", calibrated")
+    note = (
+        f"calibration of {device.name}; memory {device.memory_bytes / 1e9:.1f} GB, peak {device.peak_flops / 1e12:.0f} "
+        f"TFLOP/s and network are those of {like}"
+    )
+    return Machine(name=Path(name_or_path).stem, cluster=cluster, calibration=calibration, note=note)
 
 
 def _calibrated(calibration: Calibration) -> Cluster:
     """The built-in cluster of the same GPU with what was measured put in; a calibration has no memory size or links."""
     gpu = str(calibration.environment.get("gpu", ""))
-    words = {name: name.split("-")[0] for name in builtin_hardware()}
-    known = next((name for name, word in words.items() if word in gpu.lower()), "generic")
-    base = load_cluster(known)
+    base = load_cluster(_built_in_like(gpu))
     source = "the calibration"
     host = calibration.host
     return replace(
@@ -61,6 +68,17 @@ def _calibrated(calibration: Calibration) -> Cluster:
             source=source,
         ),
     )
+
+
+def _built_in_like(gpu: str) -> str:
+    """The built-in hardware whose first word (a100, h200) is a word of the GPU's name; else the generic one.
+
+    PCIe boards are other machines than the built-in ones, in memory and in links.
+    """
+    words = set(re.split(r"[^a-z0-9]+", gpu.lower()))
+    if "pcie" in words:
+        return "generic"
+    return next((name for name in builtin_hardware() if name.split("-")[0] in words), "generic")
 
 
 def _overlap(calibration: Calibration, transport: str, default: Overlap) -> Overlap:

@@ -9,6 +9,10 @@ from odc_sim.plots import Panel, idle_figure, lengths_figure, save_png, speedup_
 from odc_sim.results import Results
 from odc_sim.timeline import Timeline, chrome_trace
 
+TIMELINE_FILES = (
+    "timeline.png",
+    *(f"{name}.{kind}" for name in ("timeline", "timeline-baseline") for kind in ("json", "parquet")),
+)
 TRACE_MINIBATCHES = 2
 """timeline.json holds no more minibatches than this; timeline.parquet holds all."""
 
@@ -49,8 +53,8 @@ def write_report(
         trace = header(command, seed) | chrome_trace(timeline, TRACE_MINIBATCHES)
         write_json(place(f"{name}.json"), trace, indent=None)
         timeline.write_parquet(place(f"{name}.parquet"), command, seed)
-    for stale in set(out.glob("timeline*")) - set(written):
-        if stale.suffix in (".png", ".json", ".parquet"):
+    for stale in {out / name for name in TIMELINE_FILES} - set(written):
+        if stale.is_file():
             stale.unlink()
     return written
 

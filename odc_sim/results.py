@@ -27,6 +27,8 @@ class Row:
     gather_dtype: str
     seed: int
     max_tokens: int
+    memory_recipe: str = "paper"
+    """Bytes a parameter behind the memory figures; see odc_sim/memory.py."""
     samples_per_s_per_device: float | None = None
     tokens_per_s_per_device: float | None = None
     speedup: float | None = None
@@ -75,8 +77,8 @@ class Results:
 
     rows: tuple[Row, ...]
     bounds: dict[str, float]
-    """No policy beats these. balanced_share, largest_sample, lower_bound: seconds a minibatch; speedup: over the
-    baseline."""
+    """No policy that keeps samples in their minibatch beats these. balanced_share, largest_sample, lower_bound: seconds
+    a minibatch; speedup: over the baseline, absent where compute is jittered."""
     baseline: str
     advice: str
     notes: tuple[str, ...]

@@ -233,8 +233,8 @@ def bound_lines(results: Results) -> list[str]:
     """What no policy can beat, and why."""
     bounds = results.bounds
     if "speedup" not in bounds:
-        return []
-    text = f"nothing can beat {bounds['speedup']:.2f}x"
+        return _memory_lines(results)
+    text = f"nothing that keeps samples in their minibatch can beat {bounds['speedup']:.2f}x"
     if {"lower_bound", "balanced_share", "largest_sample"} <= bounds.keys():
         share, sample = _seconds(bounds["balanced_share"]), _seconds(bounds["largest_sample"])
         text += (

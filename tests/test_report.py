@@ -146,3 +146,14 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path, results, monkeypa
         write_report(tmp_path, results, "odc simulate")
     path = tmp_path / "results.csv"
     assert str(caught.value) == f"{path}: cannot be written: Permission denied; choose another path"
+
+
+def test_files_of_the_user_stay(tmp_path, results):
+    mine = [tmp_path / "timeline-of-my-project.json", tmp_path / "timeline_notes.png"]
+    for path in mine:
+        path.write_text("mine")
+    (tmp_path / "timeline.png").write_text("of an earlier study")
+    (tmp_path / "timeline-baseline.json").mkdir()
+    write_report(tmp_path, results, "odc simulate")
+    assert all(path.read_text() == "mine" for path in mine)
+    assert not (tmp_path / "timeline.png").exists()

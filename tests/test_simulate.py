@@ -106,6 +106,21 @@ class TestControls:
         assert advice.startswith("Use odc + lb-mini")
         assert "The best that stock FSDP2 reaches is +" in advice
 
+    def test_a_baseline_that_does_not_fit_is_not_kept(self, tmp_path, equal_lengths):
+        text = CLUSTER.format(bytes_per_s=4e11).replace("memory_bytes = 80e9", "memory_bytes = 1.9e10")
+        (tmp_path / "small.toml").write_text(text)
+        study = Study(
+            lengths=equal_lengths,
+            max_tokens=65536,
+            minibatches=4,
+            hardware=str(tmp_path / "small.toml"),
+            policy=("none", "lb-micro"),
+        )
+        results = simulate(study)
+        assert not results.row("collective", "lb-micro").fits
+        assert results.row("collective", "none").fits
+        assert results.advice.startswith("Use collective + none: collective + lb-micro, the baseline, does not fit")
+
     def test_the_longest_sample_is_named_when_it_binds(self):
         assert "longest sample" in simulate(Study(minibatch_size=1, minibatches=20, policy=PAIR)).advice
 
@@ -131,6 +146,11 @@ class TestDefinitions:
         for row in (r for r in simulation.results.rows if r.runs):
             assert row.speedup <= bounds["speedup"] + 1e-9
             assert row.makespan_s["mean"] >= bounds["lower_bound"] - 1e-9
+
+    def test_no_bound_is_claimed_where_compute_is_jittered(self):
+        results = simulate(Study(minibatches=3, jitter=2.0, devices=2, minibatch_size=1, seed=3, policy=PAIR))
+        assert "speedup" not in results.bounds
+        assert "caps any policy" not in results.advice
 
     def test_the_baseline_is_one(self, simulation):
         row = simulation.results.row("collective", "lb-micro")
@@ -200,6 +220,10 @@ class TestDefinitions:
         assert provenance["compute"] == "measured"
         twice = study.model_copy(update={"devices": 8})
         assert simulate(twice).row("odc", "lb-mini").provenance["transfers"] == "extrapolated"
+        short = tmp_path / "short.txt"
+        short.write_text("3\n8000\n" * 40)  # a microbatch of 3 tokens lies outside too
+        mixed = study.model_copy(update={"lengths": short, "policy": ("none",), "max_tokens": 16384})
+        assert simulate(mixed).row("odc", "none").provenance["compute"] == "extrapolated"
         longer = study.model_copy(update={"scale": 2.0})
         assert simulate(longer).row("odc", "lb-mini").provenance["compute"] == "extrapolated"
 
@@ -215,6 +239,26 @@ class TestPlansAndStudies:
         write_plan(plan(Study(minibatches=2)), tmp_path / "plan.json", "test")
         with pytest.raises(InputError, match=r"--devices 16 contradicts .*plan.json, which is for 8"):
             simulate(Study(plan=tmp_path / "plan.json", devices=16))
+        for field, value in (("minibatches", 50), ("scale", 0.5), ("workload", "swesmith"), ("policy", ("none",))):
+            with pytest.raises(InputError, match=rf"--{field} .* contradicts"):
+                simulate(Study(plan=tmp_path / "plan.json", **{field: value}))
+
+    def test_a_plan_brings_its_balancing_cost_and_fills_the_study(self, tmp_path):
+        study = Study(minibatches=10, policy=("lb-mini",), balancing_cost="tokens", workload="swesmith")
+        write_plan(plan(study), tmp_path / "plan.json", "test")
+        again = simulate(Study(plan=tmp_path / "plan.json"))
+        assert again.row("odc", "lb-mini").speedup == pytest.approx(simulate(study).row("odc", "lb-mini").speedup)
+        assert again.study["balancing_cost"] == "tokens"
+        assert again.study["workload"] == "swesmith"
+        assert again.study["policy"] == ["lb-mini"]
+
+    def test_device_speeds_are_of_the_plans_ranks(self, tmp_path):
+        write_plan(plan(Study(minibatches=2, devices=4)), tmp_path / "plan.json", "test")
+        simulate(Study(plan=tmp_path / "plan.json", device_speed=(1.0, 1.0, 0.9, 1.0)))
+        with pytest.raises(
+            InputError, match=r"device_speed: got 8 values, expected one for each of the plan's 4 ranks"
+        ):
+            simulate(Study(plan=tmp_path / "plan.json", device_speed=(1.0,) * 8))
 
     def test_padding_lets_collectives_run_unequal_plans_at_a_cost(self):
         study = Study(minibatches=10, policy=PAIR, pad_microbatches=True)

@@ -1,0 +1,37 @@
+"""Which built-in hardware stands behind a calibration."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from odc_sim.machine import load_machine
+
+SMALL = Path(__file__).parent / "data" / "calibration-small.json"
+
+
+@pytest.mark.parametrize(
+    ("gpu", "like"),
+    [
+        ("NVIDIA H200", "h200-nvlink"),
+        ("NVIDIA A100-SXM4-80GB", "a100-nvswitch-roce"),
+        ("NVIDIA A100-PCIE-40GB", "generic"),
+        ("NVIDIA GH200 480GB", "generic"),
+        ("AMD Instinct MI300X", "generic"),
+    ],
+)
+def test_the_gpu_of_a_calibration_is_matched_by_its_words_and_said(tmp_path, gpu, like):
+    data = json.loads(SMALL.read_text())
+    data["environment"]["gpu"] = gpu
+    (tmp_path / "mine.json").write_text(json.dumps(data))
+    machine = load_machine(str(tmp_path / "mine.json"))
+    assert machine.name == "mine"
+    assert machine.cluster.name == f"{like}, calibrated"
+    assert machine.note.endswith(f"are those of {like}")
+    assert machine.cluster.host.seconds_per_unit_forward == data["host"]["seconds_per_unit_forward"]
+
+
+def test_slowdowns_come_from_the_calibration():
+    collective = load_machine(str(SMALL)).cluster.overlap["collective"]
+    assert collective.unshard.transfer == pytest.approx(2.0)
+    assert collective.source.startswith("the calibration")

@@ -34,7 +34,8 @@ def describe() -> dict[str, Any]:
         query = "driver_version,power.limit,clocks.max.sm,clocks.max.mem"
         facts["nvidia_smi"] = run("nvidia-smi", f"--query-gpu={query}", "--format=csv")
         facts["topology"] = run("nvidia-smi", "topo", "-m")
-        facts["links"] = run("nvidia-smi", "nvlink", "--status", "-i", "0")
+        links = run("nvidia-smi", "nvlink", "--status", "-i", "0")
+        facts["links"] = [line.strip() for line in links if "UUID" not in line]
     return facts
 
 

@@ -19,9 +19,9 @@ METHODS: tuple[Method, ...] = ("auto", "copy", "triton")
 
 # Measured: reports/kernels-h200, two H200s, NVLink 4, torch 2.11.0, triton 3.6.0, 2026-11-29. Host seconds of a call at
 # 64 KiB (cuda-copy@1 to @8, and cuda-triton), and bytes per second at 256 MiB.
-COPY_CALL_S = 19.7e-6
-COPY_EACH_S = 2.1e-6  # for each peer
-TRITON_CALL_S = 29.8e-6
+COPY_CALL_S = 11.3e-6
+COPY_EACH_S = 1.0e-6  # for each peer
+TRITON_CALL_S = 16.1e-6
 COPY_BYTES_PER_S = 371e9
 TRITON_BYTES_PER_S = 333e9
 
@@ -82,7 +82,7 @@ def choose_method(window: Window, output: torch.Tensor) -> Method:
 def faster(num_peers: int, num_bytes: int) -> Literal["copy", "triton"]:
     """The faster way to read this many bytes in all: bound by the host where small, by the link where large.
 
-    So for up to four peers always `copy`; for seven, `triton` below about 2 MB a shard.
+    So for up to four peers always `copy`; for seven, `triton` below about 0.9 MB a shard.
     """
     copy_s = max(COPY_CALL_S + num_peers * COPY_EACH_S, num_bytes / COPY_BYTES_PER_S)
     triton_s = max(TRITON_CALL_S, num_bytes / TRITON_BYTES_PER_S)

@@ -1,0 +1,193 @@
+"""What FSDP2 calls in place of all_gather and reduce_scatter: one-sided reads and additions.
+
+Neither waits for another rank. Both run on the streams FSDP2 gives them, so its own events order everything else.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from odc_kernels.fsdp_layout import Unit
+from odc_kernels.gather import gather
+from odc_kernels.scatter_accumulate import scatter_accumulate
+from odc_kernels.window import Window
+from odc_sim.errors import InputError
+
+
+class Drift:
+    """Whether what FSDP gathers is what was published: compared in every unit's first gather of a minibatch.
+
+    The results stay on the device until the end of the minibatch, so no gather waits for the host.
+    """
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._units = units
+        self._differs = torch.zeros(len(units), dtype=torch.bool, device=units[0].device)
+        self._compared = [False] * len(units)
+
+    def compare(self, number: int, shard: torch.Tensor, published: torch.Tensor) -> None:
+        """Check unit `number`, and enqueue the comparison bit by bit, unless done in this minibatch.
+
+        Raises:
+            InputError: a module has another parameter than when OnDemand was opened. (FSDP would use the old one.)
+        """
+        if self._compared[number]:
+            return
+        self._compared[number] = True
+        for known in self._units[number].shards:
+            if getattr(known.owner, known.attribute) is not known.parameter:
+                raise InputError(
+                    f"{known.name} was replaced after OnDemand was opened; close it, and open it again after"
+                )
+        bits = torch.int16 if shard.dtype.itemsize == 2 else torch.int32  # NaN is equal to itself
+        torch.any(shard.view(bits) != published.view(bits), dim=0, out=self._differs[number])
+
+    def problem(self) -> str | None:
+        """Which units differ. Waits for the device."""
+        if not any(self._compared):
+            return None
+        differs = self._differs.tolist()
+        names = [unit.name for unit, unit_differs in zip(self._units, differs, strict=True) if unit_differs]
+        if not names:
+            return None
+        return (
+            f"parameters of {', '.join(names)} are not what was published: replaced, sharded anew, or changed without "
+            "publish()"
+        )
+
+    def restart(self) -> None:
+        """A new minibatch."""
+        self._compared = [False] * len(self._units)
+        self._differs.zero_()
+
+
+class Gather:
+    """The all_gather of one unit: reads the peers' published shards; FSDP has put the own one in place."""
+
+    def __init__(self, unit: Unit, number: int, window: Window, offset: int, drift: Drift) -> None:
+        self._name = unit.name
+        self._numel = unit.numel
+        self._number = number
+        self._window = window
+        self._offset = offset
+        self.published = window.local[offset : offset + unit.numel]
+        """Where this rank shows its own shard."""
+        self._drift = drift
+        self.allowed = True
+        """Cleared while what is published is out of date."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """FSDP's buffer for the whole unit."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> None:
+        """Enqueue the reads on the current stream."""
+        if not self.allowed:
+            raise InputError(f"{self._name}: got a forward between end_of_minibatch() and publish(); publish first")
+        if input_tensor.numel() != self._numel or input_tensor.dtype != self._window.dtype:
+            if group.size() != self._window.world_size:
+                raise InputError(
+                    f"{self._name} is gathered over {group.size()} ranks, expected {self._window.world_size}: "
+                    "fully_shard(reshard_after_forward=<int>) is not supported, use True or False"
+                )
+            raise InputError(
+                f"{self._name}: got a shard of {input_tensor.numel()} x {input_tensor.dtype}, expected {self._numel} x "
+                f"{self._window.dtype} as published: its parameters were replaced or sharded anew; open OnDemand after"
+            )
+        self._drift.compare(self._number, input_tensor, self.published)
+        gather(self._window, output_tensor, offset=self._offset, skip_self=True)
+
+
+class Push:
+    """The reduce_scatter of one unit: adds each rank's part to that rank's accumulator.
+
+    What FSDP takes for the result is a piece of its own input, which nobody reads: gradients come from `OnDemand`.
+    """
+
+    def __init__(self, unit: Unit, window: Window, offset: int, *, deterministic: bool, replicated: bool) -> None:
+        self._name = unit.name
+        self._numel = sum(shard.numel for shard in unit.trained)
+        self._window = window
+        self._offset = offset
+        self._deterministic = deterministic
+        self._replicated = replicated
+        self._input: torch.Tensor | None = None
+        self.pushed = False
+        """Whether this rank pushed since it was last cleared."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """FSDP asks for the input, then for the output."""
+        numel = math.prod(size)
+        whole, self._input = self._input, None
+        if whole is not None and whole.numel() == numel * self._window.world_size:
+            # FSDP keeps the output of replicated models, and may add to it after close().
+            return torch.zeros(1, dtype=dtype, device=device) if self._replicated else whole[:numel]
+        self._input = torch.empty(*size, dtype=dtype, device=device)
+        return self._input
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """Enqueue the additions on the current stream."""
+        numel = input_tensor.numel() // self._window.world_size
+        if numel != self._numel:
+            raise InputError(
+                f"{self._name}: got gradients of {numel} elements, expected {self._numel}: a parameter got none (torch "
+                "2.13 fills in zeros; before, let the loss depend on each, if only times zero), or requires_grad "
+                "changed after OnDemand was opened"
+            )
+        if input_tensor.dtype not in (torch.float32, torch.bfloat16):
+            raise InputError(f"{self._name}: got reduce_dtype {input_tensor.dtype}, expected fp32 or bf16")
+        scatter_accumulate(self._window, input_tensor, offset=self._offset, deterministic=self._deterministic)
+        self.pushed = True
+
+
+class StockGather:
+    """The collective, for modules that go back to it."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """FSDP's buffer for the whole unit."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> Any:
+        """Gather, as FSDP2 does by default."""
+        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+class StockReduceScatter:
+    """The collective, for modules that go back to it."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """FSDP's input or output."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> Any:
+        """Reduce, as FSDP2 does by default."""
+        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)

@@ -1,0 +1,127 @@
+"""Ranks that die or stay away: every wait ends, and says who is missing.
+
+`Meeting` is a rendezvous that Ctrl-C interrupts and that a death on this host ends at once. `Watch` looks after the one
+stretch in which this package does not wait itself: between two meetings the user's own collectives run (the norm of the
+gradients, say), and with a dead rank those can hang far beyond any deadline of ours.
+"""
+
+import os
+import select
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from odc_kernels.rendezvous import Rendezvous, WindowError
+
+POLL_S = 0.01
+
+
+class Watch:
+    """Knows which ranks of this host have died, and ends this process if it is stuck because of one.
+
+    Ranks on other hosts, or in other containers of this host, are not seen; then only deadlines help.
+    """
+
+    def __init__(self, people: list[dict[str, Any]], names: list[str], *, timeout_s: float) -> None:
+        """`people` is what each rank says of itself (`identify`), in order."""
+        self._timeout_s = timeout_s
+        self._names = names
+        self._lock = threading.Lock()
+        self._died_s: dict[int, float] = {}
+        self._exposed: tuple[str, float] | None = None
+        self._handles: dict[int, int] = {}
+        own = identify()
+        for rank, person in enumerate(people):
+            if person["place"] == own["place"] and person["pid"] != own["pid"]:
+                try:
+                    self._handles[os.pidfd_open(person["pid"])] = rank
+                except (AttributeError, OSError):  # not Linux, or it is gone already: the next meeting says so
+                    continue
+        self._wake, self._waker = os.pipe()
+        self._thread = threading.Thread(target=self._run, name="odc-watch", daemon=True)
+        self._thread.start()
+
+    def dead(self) -> list[int]:
+        """Ranks whose process has ended, the first to die first."""
+        with self._lock:
+            return sorted(self._died_s, key=self._died_s.__getitem__)
+
+    def expose(self, what: str | None) -> None:
+        """Say that this rank now runs `what`, which cannot be finished without all ranks; None: no longer."""
+        with self._lock:
+            self._exposed = None if what is None else (what, time.monotonic())
+        os.write(self._waker, b".")
+
+    def close(self) -> None:
+        """Stop looking."""
+        os.write(self._waker, b"x")
+        self._thread.join()
+        for handle in (*self._handles, self._wake, self._waker):
+            os.close(handle)
+
+    def _run(self) -> None:
+        poll = select.poll()
+        for handle in (*self._handles, self._wake):
+            poll.register(handle, select.POLLIN)
+        while True:
+            for handle, _ in poll.poll(self._end_if_stuck()):
+                if handle == self._wake:
+                    if b"x" in os.read(self._wake, 64):
+                        return
+                    continue
+                poll.unregister(handle)
+                with self._lock:
+                    self._died_s[self._handles[handle]] = time.monotonic()
+
+    def _end_if_stuck(self) -> float | None:
+        """Milliseconds after which to look again; None: when something happens."""
+        with self._lock:
+            exposed, died_s = self._exposed, dict(self._died_s)
+        if exposed is None or not died_s:
+            return None
+        what, since_s = exposed
+        left_s = max(since_s, min(died_s.values())) + self._timeout_s - time.monotonic()
+        if left_s > 0:
+            return left_s * 1e3 + 1
+        names = ", ".join(self._names[rank] for rank in self.dead())
+        message = f"{what}: {names} died, and this rank was still in it {self._timeout_s:g} s later: ending it"
+        print(message, file=sys.stderr, flush=True)
+        os._exit(1)
+
+
+class Meeting(Rendezvous):
+    """A rendezvous whose waits Ctrl-C interrupts, and that does not wait for the dead."""
+
+    def __init__(self, group: dist.ProcessGroup, *, timeout_s: float) -> None:
+        super().__init__(group, timeout_s=timeout_s)
+        names = [self.name(rank) for rank in range(self.world_size)]
+        self.watch = Watch(self.exchange("start of OnDemand", identify()), names, timeout_s=timeout_s)
+
+    def _wait(self, what: str, keys: list[str], timeout_s: float) -> None:
+        start = time.monotonic()
+        # The store's own wait cannot be interrupted.
+        while not self._store.check(keys):
+            waited_s = time.monotonic() - start
+            missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+            watch = getattr(self, "watch", None)
+            dead = [rank for rank in watch.dead() if rank in missing] if watch is not None else []
+            if dead:
+                raise WindowError(f"{what}: {self.name(self.rank)} waits for {self.names(dead)}, which died")
+            if missing and waited_s >= timeout_s:
+                raise WindowError(
+                    f"{what}: {self.name(self.rank)} waited {timeout_s:g} s for {self.names(missing)}: "
+                    "dead, stuck, late, or not calling the same methods in the same order"
+                )
+            time.sleep(min(POLL_S, waited_s / 10))
+
+
+def identify() -> dict[str, Any]:
+    """What lets another process of this host find this one."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    place = boot.read_text().strip() if boot.exists() else ""
+    namespace = Path("/proc/self/ns/pid")
+    return {"place": f"{place} {os.readlink(namespace) if namespace.exists() else ''}", "pid": os.getpid()}

@@ -1,0 +1,238 @@
+"""What OnDemand must do, run in each rank; `CHECKS` share one set of ranks."""
+
+import time
+import traceback
+
+import torch
+import torch.distributed as dist
+from kernels.conformance import raises
+from kernels.fsdp_models import Case, draw, loss_of, reference_step, relative_error
+
+from odc_kernels.fsdp import OnDemand
+from odc_sim.errors import InputError
+
+
+def gradient_errors(case: Case, *, minibatches: int = 3, **options) -> list[float]:
+    """Against one process, over minibatches with random counts."""
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    net, reference = case.shard(case.build()), case.reference()
+    errors = []
+    with OnDemand(net, timeout_s=20, **options) as odc:
+        for number in range(minibatches):
+            plan = draw(number, world_size)
+            for microbatch in odc.minibatch(plan[rank]):
+                loss_of(net, microbatch).backward()
+            reference_step(reference, plan, bf16=case.bf16)
+            errors.append(relative_error(net, reference))
+            odc.publish()
+            assert all(p.grad is None for p in net.parameters())
+    return errors
+
+
+CASES = {
+    "plain": Case(),
+    "tied": Case(tied=True),
+    "frozen": Case(frozen=True),
+    "checkpointed": Case(checkpointed=True, tied=True, frozen=True),
+    "together": Case(together=True),
+    "bf16": Case(bf16=True),
+    "bf16, checkpointed": Case(bf16=True, checkpointed=True, frozen=True),
+}
+
+
+def gradients_are_those_of_one_process() -> None:
+    for name, case in CASES.items():
+        errors = gradient_errors(case)
+        assert max(errors) < (1e-2 if case.bf16 else 1e-5), (name, errors)
+
+
+def gradients_are_those_of_one_process_with_replicas() -> None:
+    if dist.get_world_size() == 4:
+        for case in (Case(replicate=2), Case(replicate=2, tied=True, frozen=True, bf16=True)):
+            for options in ({}, {"deterministic": True}, {"local_sum": True}):
+                errors = gradient_errors(case, **options)
+                assert max(errors) < (1e-2 if case.bf16 else 1e-5), (case, options, errors)
+
+
+def options_change_no_gradient() -> None:
+    for options in ({"deterministic": True}, {"overlap": False}, {"local_sum": True}):
+        errors = gradient_errors(Case(frozen=True), **options)
+        assert max(errors) < 1e-5, (options, errors)
+
+
+def deterministic_gradients_repeat_bitwise() -> None:
+    def once() -> list[torch.Tensor]:
+        net = Case().shard(Case().build())
+        with OnDemand(net, deterministic=True) as odc:
+            for microbatch in odc.minibatch(draw(5, dist.get_world_size(), most=6)[dist.get_rank()]):
+                loss_of(net, microbatch).backward()
+            return [p.grad.to_local().clone() for p in net.parameters()]
+
+    assert all(torch.equal(a, b) for a, b in zip(once(), once(), strict=True))
+
+
+def a_divide_factor_takes_the_place_of_the_number_of_ranks() -> None:
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    net, reference = Case().shard(Case().build()), Case().build()
+    plan = draw(1, world_size)
+    with OnDemand(net, gradient_divide_factor=2.0) as odc:
+        for microbatch in odc.minibatch(plan[rank]):
+            loss_of(net, microbatch).backward()
+        reference_step(reference, plan)
+        for p in reference.parameters():
+            p.grad *= world_size / 2
+        assert relative_error(net, reference) < 1e-5
+
+
+def training_follows_one_process() -> None:
+    """20 steps of AdamW with clipping, a schedule of learning rates and a gradient scaler, on a mesh and with replicas."""
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    for case in (Case(tied=True), *([Case(replicate=2)] if world_size == 4 else [])):
+        net, reference = case.shard(case.build()), case.reference()
+        states = []
+        for model in (net, reference):
+            optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2)
+            schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+            states.append((model, optimizer, schedule))
+        odc = OnDemand(net)
+        for number in range(20):
+            plan = draw(number, world_size)
+            total = torch.zeros(1)
+            for microbatch in odc.minibatch(plan[rank]):
+                loss = loss_of(net, microbatch)
+                loss.backward()
+                total += loss.detach()
+            dist.all_reduce(total)
+            expected = reference_step(reference, plan)
+            assert abs(total.item() - expected) <= 1e-4 * abs(expected), number
+            norms = []
+            for model, optimizer, schedule in states:
+                norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05))
+                optimizer.step()
+                schedule.step()
+            torch.testing.assert_close(norms[0].full_tensor(), norms[1], rtol=1e-4, atol=0)
+            odc.publish()
+        odc.close()
+        for p, other in zip(net.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(p.full_tensor(), other, rtol=1e-3, atol=1e-4)
+
+
+def a_gradient_scaler_works_and_may_skip_a_step() -> None:
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    net, reference = Case().shard(Case().build()), Case().build()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    optimizer, other = (torch.optim.SGD(model.parameters(), lr=0.1) for model in (net, reference))
+    with OnDemand(net) as odc:
+        for number in range(3):
+            plan = draw(number, world_size)
+            for microbatch in odc.minibatch(plan[rank]):
+                scaler.scale(loss_of(net, microbatch)).backward()
+            if number == 1 and rank == 0:
+                next(net.parameters()).grad.to_local()[:1].fill_(torch.inf)
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            odc.publish()
+            if number != 1:
+                reference_step(reference, plan)
+                other.step()
+    assert scaler.get_scale() == 4.0
+    for p, expected in zip(net.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(p.full_tensor(), expected, rtol=1e-4, atol=1e-5)
+
+
+def several_models_in_one_process() -> None:
+    """Two open at once, in turn within a minibatch, as an actor and a critic would be."""
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    nets = [Case().shard(Case().build(seed)) for seed in (1, 2)]
+    references = [Case().build(seed) for seed in (1, 2)]
+    plan = draw(3, world_size)
+    handles = [OnDemand(net) for net in nets]
+    for microbatch in plan[rank]:
+        for net in nets:
+            loss_of(net, microbatch).backward()
+    for odc, net, reference in zip(handles, nets, references, strict=True):
+        odc.end_of_minibatch()
+        reference_step(reference, plan)
+        assert relative_error(net, reference) < 1e-5
+    for odc in reversed(handles):
+        odc.publish()
+    for odc in handles:
+        odc.close()
+
+
+def a_closed_model_is_fully_shards_again_and_may_be_opened_again() -> None:
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    for case in (Case(), *([Case(replicate=2)] if world_size == 4 else [])):
+        net, reference = case.shard(case.build()), case.build()
+        for number in range(3):
+            plan = draw(number, world_size)
+            if number == 1:  # the collectives need equal counts
+                plan = [draw(number, 1)[0][:1] for _ in range(world_size)]
+                for microbatch in plan[rank]:
+                    loss_of(net, microbatch).backward()
+                reference_step(reference, plan)
+                assert relative_error(net, reference) < 1e-5
+                net.zero_grad()
+                continue
+            odc = OnDemand(net)
+            for microbatch in odc.minibatch(plan[rank]):
+                loss_of(net, microbatch).backward()
+            reference_step(reference, plan)
+            assert relative_error(net, reference) < 1e-5
+            odc.close()
+            odc.close()
+            assert all(p.grad is None for p in net.parameters())
+            with raises(InputError, "OnDemand.publish(): it is closed"):
+                odc.publish()
+
+
+def evaluation_needs_no_equal_counts() -> None:
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    net, reference = Case().shard(Case().build()), Case().build()
+    optimizer, other = (torch.optim.SGD(model.parameters(), lr=0.1) for model in (net, reference))
+    with OnDemand(net) as odc:
+        for number in range(3):
+            plan = draw(number, world_size)
+            if rank == 0:  # it leaves the root gathered
+                with torch.no_grad():
+                    loss = loss_of(net, plan[-1][0]) if plan[-1] else None
+                    assert loss is None or abs(loss - loss_of(reference, plan[-1][0])) < 1e-4
+            plan[0] = [] if number == 1 else plan[0]
+            for microbatch in odc.minibatch(plan[rank]):
+                loss_of(net, microbatch).backward()
+            optimizer.step()
+            odc.publish()
+            reference_step(reference, plan)
+            other.step()
+    for p, expected in zip(net.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(p.full_tensor(), expected, rtol=1e-4, atol=1e-5)
+
+
+CHECKS = [
+    gradients_are_those_of_one_process,
+    gradients_are_those_of_one_process_with_replicas,
+    options_change_no_gradient,
+    deterministic_gradients_repeat_bitwise,
+    a_divide_factor_takes_the_place_of_the_number_of_ranks,
+    training_follows_one_process,
+    a_gradient_scaler_works_and_may_skip_a_step,
+    several_models_in_one_process,
+    a_closed_model_is_fully_shards_again_and_may_be_opened_again,
+    evaluation_needs_no_equal_counts,
+]
+
+
+def run_checks(rank: int) -> dict[str, str | None]:
+    outcomes: dict[str, str | None] = {}
+    for check in CHECKS:
+        outcomes[check.__name__] = None
+        start = time.monotonic()
+        try:
+            check()
+        except Exception:
+            outcomes[check.__name__] = traceback.format_exc()
+            break
+        if rank == 0:
+            print(f"{check.__name__}: {time.monotonic() - start:.1f} s")
+    return outcomes

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from odc_sim.errors import InputError
+from odc_sim.header import check_header, read_json, show, write_json
 
 TransferOp = Literal["all_gather", "reduce_scatter", "gather", "scatter_accumulate"]
 ComputeUnit = Literal["layer", "head_loss", "embedding"]
@@ -25,11 +26,16 @@ class _Check(NamedTuple):
     holds: Callable[[Any], bool]
 
 
-Positive = Annotated[float, _Check("a number > 0", lambda value: value > 0)]
-NotNegative = Annotated[float, _Check("a number >= 0", lambda value: value >= 0)]
-Count = Annotated[int, _Check("a whole number >= 1", lambda value: value >= 1)]
-TokenCount = Annotated[int, _Check("a whole number >= 0", lambda value: value >= 0)]
-Lengths = Annotated[tuple[Count, ...], _Check("at least one length", lambda value: len(value) > 0)]
+# The bounds hold whatever a machine could do, and keep every product of two such numbers a number.
+Positive = Annotated[float, _Check("a number > 0, 1e-12 to 1e18", lambda value: 1e-12 <= value <= 1e18)]
+NotNegative = Annotated[float, _Check("a number >= 0, at most 1e18", lambda value: 0 <= value <= 1e18)]
+Seconds = Annotated[float, _Check("a number > 0, 1e-12 to 1e6", lambda value: 1e-12 <= value <= 1e6)]
+SecondsOrZero = Annotated[float, _Check("a number >= 0, at most 1e6", lambda value: 0 <= value <= 1e6)]
+Count = Annotated[int, _Check("a whole number >= 1, at most 10^6", lambda value: 1 <= value <= 10**6)]
+Size = Annotated[int, _Check("a whole number >= 1, at most 10^15", lambda value: 1 <= value <= 10**15)]
+TokenCount = Annotated[int, _Check("a whole number >= 0, at most 2^31", lambda value: 0 <= value <= 2**31)]
+Length = Annotated[int, _Check("a whole number >= 1, at most 2^31", lambda value: 1 <= value <= 2**31)]
+Lengths = Annotated[tuple[Length, ...], _Check("at least one length", lambda value: len(value) > 0)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,15 +45,15 @@ class TransferSample:
     op: TransferOp
     backend: str
     world_size: Count
-    bytes: Count
+    bytes: Size
     dtype: str
-    p20_s: Positive
-    p50_s: Positive
-    p80_s: Positive
+    p20_s: Seconds
+    p50_s: Seconds
+    p80_s: Seconds
     samples: Count
     flagged: bool
     """The pair alone / overlapped is not to be trusted, as when a slowdown came out below 1."""
-    overlapped_p50_s: Positive | None = None
+    overlapped_p50_s: Seconds | None = None
     slowdown_compute: Positive | None = None
 
     @property
@@ -64,10 +70,10 @@ class ComputeSample:
     unit: ComputeUnit
     direction: Direction
     lengths: Lengths
-    tokens: Count
-    p20_s: Positive
-    p50_s: Positive
-    p80_s: Positive
+    tokens: Size
+    p20_s: Seconds
+    p50_s: Seconds
+    p80_s: Seconds
     samples: Count
 
 
@@ -81,10 +87,10 @@ class Fit:
     model: str
     unit: ComputeUnit
     direction: Direction
-    c0_s: NotNegative
-    c1_s_per_token: NotNegative
-    c2_s_per_token2: NotNegative
-    floor_s: NotNegative
+    c0_s: SecondsOrZero
+    c1_s_per_token: SecondsOrZero
+    c2_s_per_token2: SecondsOrZero
+    floor_s: SecondsOrZero
     valid_tokens: tuple[TokenCount, TokenCount]
     max_rel_error: NotNegative
     heldout_max_rel_error: NotNegative
@@ -94,17 +100,17 @@ class Fit:
 class OptimizerSample:
     """Clipping and AdamW over a rank's shard of `parameters` elements, and publishing it as bf16 where measured."""
 
-    parameters: Count
-    step_s: Positive
-    publish_s: NotNegative | None = None
+    parameters: Size
+    step_s: Seconds
+    publish_s: SecondsOrZero | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostSample:
     """Host time to enqueue one unit."""
 
-    seconds_per_unit_forward: NotNegative
-    seconds_per_unit_backward: NotNegative
+    seconds_per_unit_forward: SecondsOrZero
+    seconds_per_unit_backward: SecondsOrZero
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,8 +145,6 @@ def load_calibration(path: str | Path) -> Calibration:
 
     Raises InputError naming the field that is missing, unknown, mistyped, out of range or inconsistent.
     """
-    from odc_sim.header import check_header, read_json
-
     data = read_json(path)
     check_header(data, path)
     calibration: Calibration = _decode(Calibration, data, "", path)
@@ -153,8 +157,6 @@ def write_calibration(path: str | Path, calibration: Calibration) -> None:
 
     Raises InputError where the measurements are inconsistent or the path cannot be written.
     """
-    from odc_sim.header import write_json
-
     _check_consistency(calibration, path)
     write_json(path, dataclasses.asdict(calibration))
 
@@ -195,7 +197,7 @@ def _decode(hint: Any, value: Any, where: str, path: str | Path) -> Any:
     """`value`, parsed from JSON, as the type `hint`; `where` is its place in the file."""
 
     def refuse(expected: str) -> InputError:
-        return InputError(f"{path}: {where}: got {_show(value)}, expected {expected}")
+        return InputError(f"{path}: {where}: got {show(value)}, expected {expected}")
 
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         if not isinstance(value, dict):
@@ -220,9 +222,15 @@ def _decode(hint: Any, value: Any, where: str, path: str | Path) -> Any:
             raise refuse("a list" if variadic else f"a list of {len(arguments)}")
         return tuple(_decode(arguments[0], item, f"{where}[{i}]", path) for i, item in enumerate(value))
     if hint is float:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, int | float):
             raise refuse("a number")
-        return float(value)
+        try:
+            number = float(value)
+        except OverflowError:  # an integer of hundreds of digits
+            number = math.inf
+        if not math.isfinite(number):
+            raise refuse("a number")
+        return number
     plain = dict if origin is dict else hint
     if not isinstance(value, plain) or (plain is int and isinstance(value, bool)):
         raise refuse({str: "a text", int: "a whole number", bool: "true or false", dict: "an object"}[plain])
@@ -239,9 +247,3 @@ def _decode_object(kind: Any, value: dict[str, Any], where: str, path: str | Pat
         if field.default is dataclasses.MISSING and field.name not in value:
             raise InputError(f"{path}: {prefix}{field.name}: missing")
     return kind(**{name: _decode(hints[name], item, prefix + name, path) for name, item in value.items()})
-
-
-def _show(value: object) -> str:
-    """A JSON value in a message: short ones whole, long ones by their type."""
-    text = repr(value)
-    return text if len(text) <= 60 else f"a {type(value).__name__} of {len(text)} characters"

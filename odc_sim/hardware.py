@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from odc_sim.errors import InputError, unknown_name
+from odc_sim.header import show, show_path
 
 DATA_DIR = Path(__file__).parent / "hardware_data"
 
@@ -117,15 +118,15 @@ NOT_MEASURED = "not measured"
 
 # The description of each type is what error messages say was expected.
 Text = Annotated[str, Field(min_length=1, description="a non-empty text")]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False, description="a number > 0")]
-# A rate below this is a unit gone wrong (GB/s for bytes/s, TFLOP/s for FLOP/s).
-Rate = Annotated[
-    float, Field(ge=1e6, allow_inf_nan=False, description="a number in SI units, >= 1e6 (187.5e9, not 187.5)")
-]
-NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False, description="a number >= 0")]
-AtLeastOne = Annotated[float, Field(ge=1, allow_inf_nan=False, description="a number >= 1")]
+# A rate below this is a unit gone wrong (GB/s for bytes/s, TFLOP/s for FLOP/s); the largest stands for "takes no time".
+RATE = "a number in SI units, 1e6 to 1e18 (187.5e9, not 187.5)"
+Rate = Annotated[float, Field(ge=1e6, le=1e18, description=RATE)]
+Memory = Annotated[float, Field(ge=1e6, le=1e15, description="a number of bytes, 1e6 to 1e15 (80e9, not 80)")]
+SECONDS = "a number of seconds, 0 to 10"
+Seconds = Annotated[float, Field(ge=0, le=10, description=SECONDS)]
+Factor = Annotated[float, Field(ge=1, le=1000, description="a number from 1 to 1000")]
 Fraction = Annotated[float, Field(gt=0, le=1, description="a fraction, > 0 and <= 1")]
-Count = Annotated[int, Field(ge=1, description="a whole number >= 1")]
+Count = Annotated[int, Field(ge=1, le=1_000_000, description="a whole number from 1 to 1,000,000")]
 
 
 class _Table(BaseModel):
@@ -145,31 +146,27 @@ class _DeviceSection(_Section):
     name: Text
     peak_flops: Rate
     hbm_bytes_per_s: Rate
-    memory_bytes: Rate
+    memory_bytes: Memory
 
 
 class _IntraSection(_Section):
     bytes_per_s: Rate
-    latency_s: NotNegative
-    collective_bytes_per_s: Rate | None = Field(
-        default=None, description="a number in SI units, >= 1e6 (187.5e9, not 187.5)"
-    )
-    collective_latency_s: NotNegative | None = Field(default=None, description="a number >= 0")
-    one_sided_bytes_per_s: Rate | None = Field(
-        default=None, description="a number in SI units, >= 1e6 (187.5e9, not 187.5)"
-    )
-    one_sided_latency_s: NotNegative | None = Field(default=None, description="a number >= 0")
+    latency_s: Seconds
+    collective_bytes_per_s: Rate | None = Field(default=None, description=RATE)
+    collective_latency_s: Seconds | None = Field(default=None, description=SECONDS)
+    one_sided_bytes_per_s: Rate | None = Field(default=None, description=RATE)
+    one_sided_latency_s: Seconds | None = Field(default=None, description=SECONDS)
 
 
 class _InterSection(_Section):
     nics_per_node: Count
     nic_bytes_per_s: Rate
-    latency_s: NotNegative
+    latency_s: Seconds
 
 
 class _SlowdownTable(_Table):
-    slowdown_transfer: AtLeastOne = 1.0
-    slowdown_compute: AtLeastOne = 1.0
+    slowdown_transfer: Factor = 1.0
+    slowdown_compute: Factor = 1.0
 
 
 class _TransportSection(_Section):
@@ -183,8 +180,8 @@ class _OverlapSection(_Table):
 
 
 class _HostSection(_Section):
-    seconds_per_unit_forward: NotNegative
-    seconds_per_unit_backward: NotNegative
+    seconds_per_unit_forward: Seconds
+    seconds_per_unit_backward: Seconds
 
 
 class _EfficiencySection(_Section):
@@ -235,9 +232,11 @@ def _read(path: Path) -> Cluster:
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror}), expected a cluster TOML file") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: not a TOML file: {error}") from None
+        raise InputError(
+            f"{show_path(path)}: cannot be read ({error.strerror}), expected a cluster TOML file"
+        ) from None
+    except (ValueError, RecursionError) as error:  # also integers of thousands of digits, and endless brackets
+        raise InputError(f"{path}: not a TOML file: {str(error).partition(';')[0]}") from None
     try:
         file = _ClusterFile.model_validate(data)
     except ValidationError as error:
@@ -259,7 +258,7 @@ def _explain(error: ValidationError) -> str:
         kind = f"field of [{'.'.join(where[:-1])}]" if len(where) > 1 else "section"
         line = str(unknown_name(kind, where[-1], known))
     else:
-        got = "nothing" if first["type"] == "missing" else repr(first["input"])
+        got = "nothing" if first["type"] == "missing" else show(first["input"])
         line = f"{place}: got {got}, expected {_model_at(where[:-1]).model_fields[where[-1]].description}"
     more = len(problems) - 1
     return line + (f" (and {more} more)" if more else "")

@@ -3,8 +3,11 @@
 import contextlib
 import importlib.metadata
 import json
+import math
 import os
 import platform
+import re
+import stat
 import tempfile
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -17,6 +20,8 @@ from odc_sim.errors import InputError
 
 SCHEMA_VERSION = 1
 DISTRIBUTION = "odc-toolkit"
+LARGEST_SEED = 2**63 - 1
+"""Seeds are written to parquet files, whose integers have 64 bits."""
 
 T = TypeVar("T")
 
@@ -49,7 +54,8 @@ def check_header(data: object, path: str | Path) -> None:
     """Refuse a file whose header this version of the toolkit does not understand.
 
     Raises:
-        InputError: `data` is no JSON object, its schema_version is not ours, or a header field is missing or mistyped.
+        InputError: `data` is no JSON object, its schema_version is not ours, or a header field is missing, mistyped or
+            out of range.
     """
     if not isinstance(data, dict):
         raise InputError(f"{path}: got a JSON {_json_type(data)}, expected an object with the field 'schema_version'")
@@ -64,7 +70,9 @@ def check_header(data: object, path: str | Path) -> None:
         field(data, name, str, path)
     field(data, "environment", dict, path)
     if data.get("seed") is not None:
-        field(data, "seed", int, path)
+        seed = field(data, "seed", int, path)
+        if not 0 <= seed <= LARGEST_SEED:
+            raise InputError(f"{path}: field 'seed': got {show(seed)}, expected a whole number from 0 to 2^63 - 1")
 
 
 def field(data: Mapping[str, Any], name: str, kind: type[T], path: str | Path) -> T:
@@ -82,25 +90,56 @@ def field(data: Mapping[str, Any], name: str, kind: type[T], path: str | Path) -
 
 
 def read_json(path: str | Path) -> Any:
-    """The parsed content of a JSON file.
+    """The parsed content of a JSON file. Numbers are finite: NaN, Infinity and 1e400 are refused.
 
     Raises:
         InputError: the file is missing, unreadable or not JSON; the message names the line.
     """
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
+        text = Path(path).read_text(encoding="utf-8")
+        return json.loads(text, parse_constant=_refuse, parse_float=_finite)
     except FileNotFoundError:
         raise InputError(f"{path}: no such file") from None
     except IsADirectoryError:
         raise InputError(f"{path}: is a directory, expected a JSON file") from None
+    except _NotFiniteError as error:
+        line, column = _place(text, error.token)
+        raise InputError(
+            f"{path}: not valid JSON at line {line}, column {column}: got {error.token[:40]}, expected a finite number"
+        ) from None
     except json.JSONDecodeError as error:
         raise InputError(f"{path}: not valid JSON at line {error.lineno}, column {error.colno}: {error.msg}") from None
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: not UTF-8 text (byte {error.start}), expected a JSON file") from None
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: cannot be read as JSON: {error}") from None
+        raise InputError(f"{path}: cannot be read as JSON: {str(error).partition(';')[0]}") from None
     except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror}") from None
+        raise InputError(f"{show_path(path)}: cannot be read: {error.strerror}") from None
+
+
+class _NotFiniteError(Exception):
+    """A number that is none: `token` is how it is written."""
+
+    def __init__(self, token: str) -> None:
+        self.token = token
+
+
+def _refuse(token: str) -> float:
+    raise _NotFiniteError(token)
+
+
+def _finite(token: str) -> float:
+    value = float(token)
+    return value if math.isfinite(value) else _refuse(token)
+
+
+_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|-?Infinity|NaN|-?\d[\d.eE+-]*')
+
+
+def _place(text: str, token: str) -> tuple[int, int]:
+    """Line and column, from 1, of the first `token` that is not inside a string."""
+    start = next(match.start() for match in _TOKEN.finditer(text) if match.group() == token)
+    return text.count("\n", 0, start) + 1, start - text.rfind("\n", 0, start)
 
 
 def write_json(path: str | Path, data: Mapping[str, Any], *, indent: int | None = 1) -> None:
@@ -117,17 +156,24 @@ def write_json(path: str | Path, data: Mapping[str, Any], *, indent: int | None 
 def write_bytes(path: str | Path, data: bytes) -> None:
     """Write `data` in one step: a reader sees the old file or the whole new one, never half of it.
 
+    A symbolic link stays one, and what it points to is written. What is no file (a pipe, /dev/null) is written to.
+
     Raises:
         InputError: the path is a directory, or cannot be written.
     """
-    target = Path(path)
-    if target.is_dir():
-        raise InputError(f"{path}: is a directory, expected the name of the file to write")
     temporary = ""
     try:
+        mode = _mode(path)
+        if stat.S_ISDIR(mode):
+            raise InputError(f"{path}: is a directory, expected the name of the file to write")
+        if mode and not stat.S_ISREG(mode):
+            with open(path, "wb") as stream:
+                stream.write(data)
+            return
+        target = Path(os.path.realpath(path))
         target.parent.mkdir(parents=True, exist_ok=True)
         # In the same directory, because os.replace is atomic only within one file system.
-        descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
+        descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name[:40]}.", suffix=".tmp")
         with os.fdopen(descriptor, "wb") as stream:
             stream.write(data)
         umask = os.umask(0)
@@ -136,11 +182,34 @@ def write_bytes(path: str | Path, data: bytes) -> None:
         os.replace(temporary, target)
         temporary = ""
     except OSError as error:
-        raise InputError(f"{path}: cannot be written: {error.strerror}; choose another path") from None
+        raise InputError(f"{show_path(path)}: cannot be written: {error.strerror}; choose another path") from None
     finally:
         if temporary:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
+
+
+def _mode(path: str | Path) -> int:
+    """The kind of file that `path` leads to; 0 where there is none yet."""
+    try:
+        return os.stat(path).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return 0
+
+
+def show(value: object) -> str:
+    """A value in a message: short ones whole, long ones by their type."""
+    if isinstance(value, int) and value.bit_length() > 200:
+        # beyond some thousand digits Python refuses to write an integer
+        return f"a whole number of about {int(value.bit_length() * math.log10(2)) + 1} digits"
+    text = repr(value)
+    return text if len(text) <= 60 else f"a {type(value).__name__} of {len(text)} characters"
+
+
+def show_path(path: str | Path) -> str:
+    """A path in a message: one that is too long for a file system, by its start."""
+    text = str(path)
+    return text if len(text) <= 300 else f"{text[:60]}... ({len(text)} characters)"
 
 
 def _plain(value: object) -> object:

@@ -8,13 +8,14 @@ dropout, maximum positions. Sliding-window attention does change the cost of lon
 causal: where a file switches it on it is refused rather than ignored.
 """
 
-import json
+import os.path
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from odc_sim.errors import InputError
-from odc_sim.models import ModelSpec
+from odc_sim.header import read_json, show
+from odc_sim.models import LARGEST, ModelSpec
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 QWEN3_HEAD_DIM = 128
@@ -28,14 +29,9 @@ def read_hf_config(path: Path) -> ModelSpec:
     Raises `InputError` naming the field for anything that is missing, malformed or not modelled.
     """
     file = path / "config.json" if path.is_dir() else path
-    if not file.is_file():
+    if not os.path.isfile(file):
         raise InputError(f"model directory {str(path)!r}: no config.json in it; give a Hugging Face model directory")
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"model config {str(file)!r}: not valid JSON ({error})") from None
-    except OSError as error:
-        raise InputError(f"model config {str(file)!r}: cannot be read ({error.strerror})") from None
+    config = read_json(file)
     if not isinstance(config, dict):
         raise InputError(f"model config {str(file)!r}: got a JSON {type(config).__name__}, expected an object")
     name = file.resolve().parent.name if file.name == "config.json" else file.stem
@@ -49,12 +45,12 @@ def model_from_config(config: Mapping[str, Any], *, name: str, where: str) -> Mo
         _refuse_type(config, model_type, where)
     _refuse_sliding_window(config, where)
 
-    hidden = _positive(config, "hidden_size", where)
-    heads = _positive(config, "num_attention_heads", where)
+    hidden = _positive(config, "hidden_size", "hidden", where)
+    heads = _positive(config, "num_attention_heads", "heads", where)
     # Null means one key/value head a query head in every class; absent means that only for Llama (old files lack the
     # field).
     absent_is_heads = model_type == "llama" or "num_key_value_heads" in config
-    kv_heads = _positive(config, "num_key_value_heads", where, default=heads if absent_is_heads else None)
+    kv_heads = _positive(config, "num_key_value_heads", "kv_heads", where, default=heads if absent_is_heads else None)
     if heads % kv_heads:
         raise InputError(
             f"model config {where!r}: num_attention_heads {heads} is not divisible by num_key_value_heads {kv_heads}"
@@ -63,13 +59,13 @@ def model_from_config(config: Mapping[str, Any], *, name: str, where: str) -> Mo
     attention_bias = model_type in ("llama", "qwen3") and _flag(config, "attention_bias", where)
     return ModelSpec(
         name=name,
-        layers=_positive(config, "num_hidden_layers", where),
+        layers=_positive(config, "num_hidden_layers", "layers", where),
         hidden=hidden,
         heads=heads,
         kv_heads=kv_heads,
         head_dim=_head_dim(config, str(model_type), hidden, heads, where),
-        ffn=_positive(config, "intermediate_size", where),
-        vocab=_positive(config, "vocab_size", where),
+        ffn=_positive(config, "intermediate_size", "ffn", where),
+        vocab=_positive(config, "vocab_size", "vocab", where),
         tied_embeddings=_flag(config, "tie_word_embeddings", where),
         qkv_bias=model_type == "qwen2" or attention_bias,
         o_bias=attention_bias,
@@ -87,7 +83,7 @@ def _refuse_type(config: Mapping[str, Any], model_type: object, where: str) -> N
         raise InputError(
             f"model config {where!r}: model_type {model_type!r} is a mixture of experts, not modelled; known: {known}"
         )
-    raise InputError(f"model config {where!r}: unknown model_type {model_type!r}; known: {known}")
+    raise InputError(f"model config {where!r}: unknown model_type {show(model_type)}; known: {known}")
 
 
 def _refuse_sliding_window(config: Mapping[str, Any], where: str) -> None:
@@ -108,7 +104,7 @@ def _refuse_sliding_window(config: Mapping[str, Any], where: str) -> None:
 
 def _head_dim(config: Mapping[str, Any], model_type: str, hidden: int, heads: int, where: str) -> int:
     if config.get("head_dim") is not None:
-        return _positive(config, "head_dim", where)
+        return _positive(config, "head_dim", "head_dim", where)
     if model_type == "qwen3" and "head_dim" not in config:
         return QWEN3_HEAD_DIM
     if hidden % heads:
@@ -119,7 +115,8 @@ def _head_dim(config: Mapping[str, Any], model_type: str, hidden: int, heads: in
     return hidden // heads
 
 
-def _positive(config: Mapping[str, Any], field: str, where: str, default: int | None = None) -> int:
+def _positive(config: Mapping[str, Any], field: str, ours: str, where: str, default: int | None = None) -> int:
+    """The whole number in `field`, which is `ours` of a `ModelSpec`."""
     value = config.get(field)
     if value is None:
         if default is None:
@@ -128,7 +125,13 @@ def _positive(config: Mapping[str, Any], field: str, where: str, default: int | 
             )
         return default
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InputError(f"model config {where!r}: field {field!r} is {value!r}, expected a whole number of at least 1")
+        raise InputError(
+            f"model config {where!r}: field {field!r} is {show(value)}, expected a whole number of at least 1"
+        )
+    if value > LARGEST[ours]:
+        raise InputError(
+            f"model config {where!r}: field {field!r} is {show(value)}, expected at most {LARGEST[ours]:,}"
+        )
     return value
 
 
@@ -137,5 +140,5 @@ def _flag(config: Mapping[str, Any], field: str, where: str) -> bool:
     if value is None:
         return False
     if not isinstance(value, bool):
-        raise InputError(f"model config {where!r}: field {field!r} is {value!r}, expected true or false")
+        raise InputError(f"model config {where!r}: field {field!r} is {show(value)}, expected true or false")
     return value

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from odc_sim.errors import InputError
+from odc_sim.header import show_path
 from odc_sim.overlong import LARGEST_LENGTH_TOKENS, Overlong, apply_overlong, scale_lengths
 
 __all__ = ["EXTENSIONS", "Overlong", "apply_overlong", "read_lengths", "scale_lengths"]
@@ -49,17 +50,17 @@ def read_lengths(path: str | Path, column: str | None = None) -> Lengths:
         ".jsonl": _read_jsonl,
         ".parquet": _read_parquet,
     }
-    if file.is_dir():
-        raise InputError(f"{file}: is a directory, expected a file ({', '.join(EXTENSIONS)})")
-    if not file.exists():
-        raise InputError(f"{file}: no such file")
-    reader = readers.get(file.suffix.lower())
-    if reader is None:
-        raise InputError(f"{file}: unknown extension {file.suffix!r}, expected one of {', '.join(EXTENSIONS)}")
     try:
+        if file.is_dir():
+            raise InputError(f"{file}: is a directory, expected a file ({', '.join(EXTENSIONS)})")
+        if not file.exists():
+            raise InputError(f"{file}: no such file")
+        reader = readers.get(file.suffix.lower())
+        if reader is None:
+            raise InputError(f"{file}: unknown extension {file.suffix!r}, expected one of {', '.join(EXTENSIONS)}")
         return reader(file, column)
     except OSError as error:
-        raise InputError(f"{file}: cannot be read ({error.strerror or error})") from None
+        raise InputError(f"{show_path(file)}: cannot be read ({error.strerror or error})") from None
 
 
 def _read_txt(file: Path, column: str | None) -> Lengths:

@@ -18,7 +18,6 @@ the unit in use, one gathered ahead, gradients, and one reduction's input at a t
 before it packs the next.
 """
 
-from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -204,8 +203,14 @@ def largest_max_tokens(
             reserved_bytes=reserved_bytes,
         ).total_bytes
 
-    fitting = bisect_right(range(memory_bytes + 1), memory_bytes, key=peak_bytes)
-    return fitting - 1 if fitting else None
+    fits, too_many = -1, memory_bytes + 1
+    while too_many - fits > 1:
+        tokens = (fits + too_many) // 2
+        if peak_bytes(tokens) <= memory_bytes:
+            fits = tokens
+        else:
+            too_many = tokens
+    return fits if fits >= 0 else None
 
 
 def _check(

@@ -3,13 +3,30 @@
 The unit is what FSDP gathers at once: one decoder layer, or the root (embedding, final norm, head).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
 
 from odc_sim.errors import InputError, unknown_name
+from odc_sim.header import show, show_path
+
+LARGEST: Mapping[str, int] = MappingProxyType(
+    {
+        "layers": 10_000,
+        "hidden": 1_000_000,
+        "heads": 10_000,
+        "kv_heads": 10_000,
+        "head_dim": 10_000,
+        "ffn": 10_000_000,
+        "vocab": 100_000_000,
+    }
+)
+"""Of each field: well beyond any model, and small enough that no count overflows."""
+LARGEST_PARAMETERS = 10**15
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,13 +50,19 @@ class ModelSpec:
     """An RMSNorm of width head_dim on queries and one on keys (Qwen3)."""
 
     def __post_init__(self) -> None:
-        for field in ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab"):
+        for field, most in LARGEST.items():
             value = getattr(self, field)
             if value < 1:
-                raise InputError(f"model {self.name!r}: {field} is {value}, expected at least 1")
+                raise InputError(f"model {self.name!r}: {field} is {show(value)}, expected at least 1")
+            if value > most:
+                raise InputError(f"model {self.name!r}: {field} is {show(value)}, expected at most {most:,}")
         if self.heads % self.kv_heads:
             raise InputError(
                 f"model {self.name!r}: {self.heads} heads are not divisible by {self.kv_heads} key/value heads"
+            )
+        if self.parameters > LARGEST_PARAMETERS:
+            raise InputError(
+                f"model {self.name!r} has {self.parameters:,} parameters, expected at most {LARGEST_PARAMETERS:,}"
             )
 
     @property
@@ -159,7 +182,13 @@ def load_model(name_or_path: str) -> ModelSpec:
         if model.name == name_or_path:
             return model
     path = Path(name_or_path)
-    if path.exists():
+    try:
+        exists = path.exists()
+    except OSError as error:
+        raise InputError(
+            f"model {show_path(path)}: {error.strerror}; expected a config.json, its directory or a built-in name"
+        ) from None
+    if exists:
         return read_hf_config(path)
     if path.suffix == ".json":
         raise InputError(

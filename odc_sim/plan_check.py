@@ -7,10 +7,15 @@ import numpy as np
 import numpy.typing as npt
 
 from odc_sim.errors import InputError
+from odc_sim.header import show
+from odc_sim.overlong import LARGEST_LENGTH_TOKENS
 from odc_sim.partition import IntArray
 
 if TYPE_CHECKING:
     from odc_sim.plans import BoolArray, Plan
+
+LARGEST_SIZE = 1_000_000
+"""Ranks, and samples of a rank in a minibatch."""
 
 
 def validate(plan: "Plan", where: str = "plan") -> None:
@@ -21,16 +26,30 @@ def validate(plan: "Plan", where: str = "plan") -> None:
         where: begins each message; the name of the file, say.
 
     Raises:
-        InputError: sizes below 1; lengths below 1; a sample in no place or in two; a microbatch above the cap; an empty
-            microbatch that is not marked as padding, or a full one that is. The message names the first such place.
+        InputError: sizes below 1 or absurd; lengths below 1 or above 2^31; a sample in no place or in two; a microbatch
+            above the cap; an empty microbatch that is not marked as padding, or a full one that is. The message names
+            the first such place.
     """
-    for name in ("world_size", "minibatch_size", "max_tokens"):
-        if getattr(plan, name) < 1:
-            raise InputError(f"{where}: field {name!r} is {getattr(plan, name)}: expected at least 1")
+    sizes = (
+        ("world_size", LARGEST_SIZE, "1,000,000"),
+        ("minibatch_size", LARGEST_SIZE, "1,000,000"),
+        ("max_tokens", LARGEST_LENGTH_TOKENS, "2^31"),
+    )
+    for name, most, words in sizes:
+        value = getattr(plan, name)
+        if value < 1:
+            raise InputError(f"{where}: field {name!r} is {show(value)}: expected at least 1")
+        if value > most:
+            raise InputError(f"{where}: field {name!r} is {show(value)}: expected at most {words}")
     short = np.flatnonzero(plan.lengths < 1)
     if short.size:
         raise InputError(
             f"{where}: field 'lengths': sample {short[0]} has {plan.lengths[short[0]]} tokens: expected at least 1"
+        )
+    long = np.flatnonzero(plan.lengths > LARGEST_LENGTH_TOKENS)
+    if long.size:
+        raise InputError(
+            f"{where}: field 'lengths': sample {long[0]} has {plan.lengths[long[0]]} tokens: expected at most 2^31"
         )
     if plan.groups is not None and plan.groups.shape != plan.lengths.shape:
         raise InputError(
@@ -48,7 +67,7 @@ def check_ranks(minibatches: Sequence[Sequence[object]], world_size: int, where:
     """Refuse a minibatch that has not one list for each rank."""
     for i, ranks in enumerate(minibatches):
         if len(ranks) != world_size:
-            raise InputError(f"{where}: minibatch {i} has {len(ranks)} ranks, expected world_size = {world_size}")
+            raise InputError(f"{where}: minibatch {i} has {len(ranks)} ranks, expected world_size = {show(world_size)}")
 
 
 def padding_flags(

@@ -176,7 +176,7 @@ def load_study(path: str | Path, overrides: dict[str, Any] | None = None) -> Stu
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: cannot be read as a study file: {error}") from None
     except (ValueError, RecursionError) as error:  # also integers of thousands of digits, and endless brackets
-        raise InputError(f"{path}: not valid TOML: {error}") from None
+        raise InputError(f"{path}: not valid TOML: {str(error).partition(';')[0]}") from None
     return make_study({**beside(file.parent, fields), **(overrides or {})}, where=str(path))
 
 

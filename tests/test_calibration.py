@@ -97,7 +97,35 @@ def test_a_new_file_needs_only_the_header(tmp_path):
         (setter("transfers", 0, "op", "broadcast"), "transfers[0].op: got 'broadcast', expected one of all_gather,"),
         (setter("transfers", 0, "p50_s", 0), "transfers[0].p50_s: got 0, expected a number > 0"),
         (setter("transfers", 0, "p50_s", "1"), "transfers[0].p50_s: got '1', expected a number"),
-        (setter("transfers", 0, "p50_s", float("nan")), "transfers[0].p50_s: got nan, expected a number"),
+        (
+            setter("transfers", 0, "p50_s", float("nan")),
+            "not valid JSON at line 1, column 346: got NaN, expected a finite",
+        ),
+        (
+            setter("transfers", 0, "p50_s", 10**400),
+            "transfers[0].p50_s: got a whole number of about 401 digits, expected a number",
+        ),
+        (
+            setter("transfers", 0, "p20_s", 1e-320),
+            "transfers[0].p20_s: got 1e-320, expected a number > 0, 1e-12 to 1e6",
+        ),
+        (
+            setter("transfers", 0, "bytes", 10**30),
+            f"transfers[0].bytes: got {10**30}, expected a whole number >= 1, at most 10^15",
+        ),
+        (
+            setter("transfers", 0, "world_size", 10**400),
+            "transfers[0].world_size: got a whole number of about 401 digits, expected a whole number >= 1, at most",
+        ),
+        (
+            setter("compute", 0, "lengths", [2**32]),
+            "compute[0].lengths[0]: got 4294967296, expected a whole number >= 1, at most 2^31",
+        ),
+        (
+            setter("ceilings", "gemm_flops", 1e19),
+            "ceilings.gemm_flops: got 1e+19, expected a number > 0, 1e-12 to 1e18",
+        ),
+        (setter("fits", 0, "c0_s", 1e7), "fits[0].c0_s: got 10000000.0, expected a number >= 0, at most 1e6"),
         (setter("transfers", 0, "bytes", 1.5), "transfers[0].bytes: got 1.5, expected a whole number"),
         (setter("transfers", 0, "bytes", True), "transfers[0].bytes: got True, expected a whole number"),
         (setter("transfers", 0, "flagged", 0), "transfers[0].flagged: got 0, expected true or false"),

@@ -227,3 +227,10 @@ def test_settings_that_make_no_sense_are_refused(changes: dict[str, Any], messag
 def test_no_memory_is_refused() -> None:
     with pytest.raises(InputError, match="memory_bytes: got 0, expected at least 1"):
         largest_max_tokens(TINY, memory_bytes=0, world_size=1, schedule="odc")
+
+
+def test_memory_beyond_any_index_is_still_bisected() -> None:
+    tokens = largest_max_tokens(TINY, memory_bytes=10**19, world_size=1, schedule="odc")
+    assert tokens is not None
+    assert peak_memory(TINY, world_size=1, schedule="odc", microbatch_tokens=tokens).total_bytes <= 10**19
+    assert peak_memory(TINY, world_size=1, schedule="odc", microbatch_tokens=tokens + 1).total_bytes > 10**19

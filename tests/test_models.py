@@ -184,6 +184,15 @@ def test_bias_switches(tmp_path: Path) -> None:
             "field 'num_key_value_heads' is missing",
         ),
         ([1, 2], "got a JSON list, expected an object"),
+        (
+            LLAMA3_8B | {"hidden_size": 10**400},
+            "field 'hidden_size' is a whole number of about 401 digits, expected at most 1,000,000",
+        ),
+        (
+            LLAMA3_8B | {"num_hidden_layers": 10**12},
+            "field 'num_hidden_layers' is 1000000000000, expected at most 10,000",
+        ),
+        ({"model_type": "x" * 90}, "unknown model_type a str of 92 characters; known: llama"),
     ],
 )
 def test_configs_that_are_not_understood_are_refused(tmp_path: Path, config: Any, message: str) -> None:
@@ -200,6 +209,20 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     broken.write_text('{"model_type": ')
     with pytest.raises(InputError, match="not valid JSON"):
         load_model(str(broken))
+    for text, message in (
+        ("[" * 100_000, "cannot be read as JSON: maximum recursion depth"),
+        ('{"hidden_size": ' + 5000 * "7" + "}", "cannot be read as JSON: Exceeds the limit"),
+        ('{"x": "NaN",\n "y": [NaN]}', "not valid JSON at line 2, column 8: got NaN, expected a finite number"),
+        ('{"x": -1e999}', "not valid JSON at line 1, column 7: got -1e999, expected a finite number"),
+    ):
+        broken.write_text(text)
+        with pytest.raises(InputError, match=message) as error:
+            load_model(str(broken))
+        assert "\n" not in str(error.value)
+    with pytest.raises(
+        InputError, match=r"^model x{60}\.\.\. \(5000 characters\): File name too long; expected a config"
+    ):
+        load_model("x" * 5000)
     with pytest.raises(InputError, match=r"no such file; expected a config\.json, its directory or a built-in name"):
         load_model(str(tmp_path / "none.json"))
 
@@ -225,3 +248,8 @@ def test_impossible_shapes_are_refused() -> None:
         ModelSpec(name="x", **(shape | {"layers": 0}))
     with pytest.raises(InputError, match="model 'x': 4 heads are not divisible by 3 key/value heads"):
         ModelSpec(name="x", **(shape | {"kv_heads": 3}))
+    with pytest.raises(InputError, match="model 'x': layers is 10001, expected at most 10,000"):
+        ModelSpec(name="x", **(shape | {"layers": 10_001}))
+    large = {"layers": 10_000, "hidden": 1_000_000, "ffn": 10_000_000}
+    with pytest.raises(InputError, match=r"model 'x' has [\d,]+ parameters, expected at most 1,000,000,000,000,000"):
+        ModelSpec(name="x", **(shape | large))

@@ -1,7 +1,10 @@
 """Plans: columns against lists, padding, and every reason for which a plan.json is refused."""
 
 import json
+import os
 import stat
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -165,6 +168,25 @@ BAD = {
     "seed": ({"seed": 1.5}, "field 'seed': got a JSON number, expected a JSON integer"),
     "length type": ({"lengths": [10, 20.5]}, "field 'lengths': entry 1 is 20.5, expected an integer"),
     "huge length": ({"lengths": [2**70]}, "field 'lengths': a number is beyond 64 bits"),
+    "negative seed": ({"seed": -1}, "field 'seed': got -1, expected a whole number from 0 to 2^63 - 1"),
+    "huge seed": ({"seed": 2**63}, "field 'seed': got 9223372036854775808, expected a whole number from 0 to 2^63 - 1"),
+    "not finite": (
+        {"workload": {"name": "NaN", "scale": float("nan")}},
+        ": got NaN, expected a finite number",
+    ),
+    "long": (
+        {"lengths": [10, 20, 2**31 + 1, 40, 50, 60]},
+        "field 'lengths': sample 2 has 2147483649 tokens: expected at most 2^31",
+    ),
+    "long cap": ({"max_tokens": 2**31 + 1}, "field 'max_tokens' is 2147483649: expected at most 2^31"),
+    "many samples": (
+        {"minibatch_size": 10**400},
+        "field 'minibatch_size' is a whole number of about 401 digits: expected at most 1,000,000",
+    ),
+    "many ranks": (
+        {"world_size": 10**400},
+        "minibatch 0 has 2 ranks, expected world_size = a whole number of about 401 digits",
+    ),
     "length": ({"lengths": [10, 20, 30, 0, 50, 60]}, "field 'lengths': sample 3 has 0 tokens: expected at least 1"),
     "groups": ({"groups": [1, 2]}, "field 'groups' has 2 entries, expected one for each of 6 lengths"),
     "zero": ({"minibatch_size": 0}, "field 'minibatch_size' is 0: expected at least 1"),
@@ -268,6 +290,46 @@ def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
         write_plan(make(), path, "second")
     assert path.read_text() == before
     assert [entry.name for entry in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_a_symbolic_link_stays_one(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    link = tmp_path / "plan.json"
+    link.symlink_to(tmp_path / "elsewhere" / "real.json")
+    for version in (1, 2):  # the first time it leads nowhere yet
+        write_json(link, {"a": version})
+        assert link.is_symlink()
+        assert read_json(tmp_path / "elsewhere" / "real.json") == {"a": version}
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["elsewhere", "plan.json"]
+    assert [entry.name for entry in (tmp_path / "elsewhere").iterdir()] == ["real.json"]
+
+
+def test_what_is_no_file_is_written_to_and_stays(tmp_path):
+    write_json("/dev/null", {"a": 1})
+    assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with os.fdopen(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)) as reader:
+        write_json(pipe, {"a": 1}, indent=None)
+        assert reader.read() == '{"a": 1}\n'
+    assert stat.S_ISFIFO(os.stat(pipe).st_mode)
+
+
+def test_standard_output_is_written_to():
+    code = "from odc_sim.header import write_json; write_json('/dev/stdout', {'a': 1}, indent=None)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == '{"a": 1}\n'
+
+
+def test_names_as_long_as_a_file_system_takes_and_longer(tmp_path):
+    write_json(tmp_path / ("x" * 255), {})
+    assert [entry.name for entry in tmp_path.iterdir()] == ["x" * 255]
+    with pytest.raises(
+        InputError, match=r"\(5\d\d\d characters\): cannot be written: File name too long; choose another"
+    ):
+        write_json(tmp_path / ("x" * 5000), {})
+    with pytest.raises(InputError, match=r"\(5\d\d\d characters\): cannot be read: File name too long"):
+        read_json(tmp_path / ("x" * 5000))
 
 
 def test_files_can_be_read_by_others(tmp_path):

@@ -293,6 +293,18 @@ class TestPlansAndStudies:
         (tmp_path / "study.toml").write_text('lengths = "mine.txt"\ndevices = 2\n')
         assert simulate(load_study(tmp_path / "study.toml", {"minibatches": 2})).lengths["max"] == 200
 
+    def test_a_model_folder_beside_a_study_is_found_but_hides_no_builtin(self, tmp_path):
+        for name in ("mymodel", "tiny"):
+            (tmp_path / name).mkdir()
+            (tmp_path / "study.toml").write_text(f'model = "{name}"\nworkload = "longalign"\n')
+            (tmp_path / "longalign").mkdir(exist_ok=True)
+            found = load_study(tmp_path / "study.toml")
+            assert found.model == ("tiny" if name == "tiny" else str(tmp_path / "mymodel"))
+            assert found.workload == "longalign"
+
+    def test_names_may_be_a_comma_list(self):
+        assert make_study({"policy": "lb-micro, lb-mini,"}).policy == PAIR
+
 
 class TestNotes:
     def notes(self, **fields):
@@ -343,6 +355,38 @@ class TestRefused:
                 r"lengths and workload: got both, expected one of them",
             ),
             ({"column": "length"}, r"column: given without a lengths file"),
+            ({"max_tokens": 10**20}, r"^max_tokens: got 10{20}, expected less than or equal to 2147483648$"),
+            ({"forward_prefetch": 10**20}, r"^forward_prefetch: got 10{20}, expected less than or equal to 10000$"),
+            ({"backward_prefetch": 10**20}, r"^backward_prefetch: got 10{20}, expected less than or equal to 10000$"),
+            ({"batch_minibatches": 10**20}, r"^batch_minibatches: got 10{20}, expected less than or equal to 1000000$"),
+            (
+                {"minibatches": 99999999999999},
+                r"^minibatches: got 99999999999999, expected less than or equal to 1000000",
+            ),
+            (
+                {"minibatches": 10_000_000},
+                r"^devices \* minibatch_size \* minibatches: got 8 \* 4 \* 10000000 = 320,000,000 samples, "
+                r"expected at most 200,000,000; lower minibatches$",
+            ),
+            ({"seed": 2**63}, r"^seed: got 9223372036854775808, expected less than or equal to 9223372036854775807$"),
+            (
+                {"devices": 1 << 50_000},
+                r"^devices: got a whole number of about 15052 digits, expected less than or equal",
+            ),
+            ({"minibatches": True}, r"^minibatches: got True, expected a whole number$"),
+            ({"minibatches": 4.0}, r"^minibatches: got 4\.0, expected a whole number$"),
+            ({"jitter": True}, r"^jitter: got True, expected a number$"),
+            ({"scale": 1e308}, r"^scale: got 1e\+308, expected less than or equal to 1000000$"),
+            (
+                {"device_speed": (1e-308,) * 8},
+                r"^device_speed\.0: got 1e-308, expected greater than or equal to 0\.001$",
+            ),
+            ({"device_speed": (1e4,) * 8}, r"^device_speed\.0: got 10000\.0, expected less than or equal to 1000$"),
+            (
+                {"policy": ","},
+                r"^policy: got no name, expected one or several with commas between; leave it out for all$",
+            ),
+            ({"schedule": " "}, r"^schedule: got no name, expected one or several"),
         ],
     )
     def test_fields(self, fields, message):
@@ -377,6 +421,9 @@ class TestRefused:
             ("devices = ", r"not valid TOML"),
             ("devcies = 4", r"study.toml: unknown field 'devcies': did you mean 'devices'"),
             ("devices = 'many'", r"study.toml: devices: got 'many'"),
+            ("minibatches = true", r"study.toml: minibatches: got True, expected a whole number"),
+            ("minibatches = " + 5000 * "9", r"study.toml: not valid TOML: Exceeds the limit \(4300 digits\)"),
+            ("policy = " + 50_000 * "[", r"study.toml: not valid TOML: maximum recursion depth exceeded"),
         ],
     )
     def test_study_files(self, tmp_path, text, message):
@@ -387,6 +434,16 @@ class TestRefused:
     def test_a_missing_study_file(self, tmp_path):
         with pytest.raises(InputError, match=r"no such study file"):
             load_study(tmp_path / "none.toml")
+        with pytest.raises(InputError, match=r"characters\): cannot be read as a study file: File name too long"):
+            load_study("x" * 5000)
+
+    def test_names_too_long_for_a_path_are_no_crash(self, tmp_path):
+        name = "x" * 5000
+        (tmp_path / "study.toml").write_text(f'model = "{name}"\n')
+        with pytest.raises(InputError, match=r"model x{60}\.\.\. \(5000 characters\): File name too long"):
+            simulate(load_study(tmp_path / "study.toml"))
+        with pytest.raises(InputError, match=r"\(5004 characters\): cannot be read \(File name too long\)"):
+            simulate(Study(lengths=Path(name + ".txt")))
 
     def test_ranks_without_microbatches_cannot_join_collectives(self, tmp_path):
         path = tmp_path / "uneven.txt"

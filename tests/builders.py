@@ -1,8 +1,9 @@
-"""Durations made by hand or at random, for tests of engines."""
+"""Durations made by hand or at random, for tests of engines; results made by hand, for tests of tables and plots."""
 
 import numpy as np
 
 from odc_sim.durations import Durations, no_stretch
+from odc_sim.results import Results, Row
 
 COPIES = ("copy_in_s", "copy_out_s", "pack_s", "add_s", "hold_s")
 
@@ -73,3 +74,27 @@ def random_durations(rng, *, equal_counts, ranks, layers, microbatches, host, ze
         stretch=[1.0 + rng.random((1, microbatches, ranks)) for _ in range(3)],
         **unit,
     )
+
+
+def make_row(schedule, policy, **fields):
+    """A row of a study of LongAlign; with a `speedup` it ran, and it fits unless told otherwise."""
+    study = {
+        "workload": "longalign",
+        "model": "qwen2.5-1.5b",
+        "hardware": "a100-nvswitch-roce",
+        "devices": 8,
+        "minibatch_size": 4,
+        "minibatches": 100,
+        "sharding": "zero3",
+        "gather_dtype": "bf16",
+        "seed": 0,
+        "max_tokens": 65536,
+        "fits": True,
+    }
+    return Row(schedule=schedule, policy=policy, **(study | fields))
+
+
+def make_results(rows, **fields):
+    """Results of these rows, with the usual baseline and nothing else in them."""
+    empty = {"bounds": {}, "baseline": "collective/lb-micro", "advice": "", "notes": (), "study": {}, "lengths": {}}
+    return Results(rows=tuple(rows), **(empty | fields))

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from builders import make_results, make_row
 
 from odc_sim.durations import CAUSES
 from odc_sim.errors import InputError
@@ -12,27 +13,16 @@ from odc_sim.idle import Span
 from odc_sim.length_stats import length_stats
 from odc_sim.plots import idle_figure, lengths_figure, save_png, speedup_figure, timeline_figure
 from odc_sim.plots_style import CAUSE_COLOURS, SCHEDULE_COLOURS
-from odc_sim.results import Results, Row
 
 POLICIES = ("local-sort", "ffd", "lb-micro", "lb-mini", "verl-native")
 SCHEDULES = ("collective", "collective-deferred", "odc", "odc-local-sum")
 
 
-def make_row(schedule, policy, number):
+def numbered_row(schedule, policy, number):
     speedup = 0.6 + 0.035 * number
-    return Row(
-        workload="longalign",
-        model="qwen2.5-1.5b",
-        hardware="a100-nvswitch-roce",
-        devices=8,
-        minibatch_size=4,
-        minibatches=100,
-        schedule=schedule,
-        policy=policy,
-        sharding="zero3",
-        gather_dtype="bf16",
-        seed=0,
-        max_tokens=65536,
+    return make_row(
+        schedule,
+        policy,
         speedup=speedup,
         speedup_ci95=(speedup - 0.03, speedup + 0.04),
         idle_causes=dict.fromkeys(CAUSES, 0.0) | {"imbalance_layer": 0.3 - 0.01 * number, "exposed_reduce": 0.02},
@@ -43,7 +33,7 @@ def make_row(schedule, policy, number):
 @pytest.fixture
 def results():
     """Four schedules, five policies; collective cannot run lb-mini, collective-deferred does not fit."""
-    rows = [make_row(s, p, 4 * i + j) for i, p in enumerate(POLICIES) for j, s in enumerate(SCHEDULES)]
+    rows = [numbered_row(s, p, 4 * i + j) for i, p in enumerate(POLICIES) for j, s in enumerate(SCHEDULES)]
     hang = "hangs: rank 0 runs 5 microbatches, rank 3 runs 4"
     rows = [
         replace(r, speedup=None, speedup_ci95=None, idle_causes={}, verdict=hang)
@@ -51,15 +41,7 @@ def results():
         else r
         for r in rows
     ]
-    return Results(
-        rows=tuple(rows),
-        bounds={"speedup": 1.45},
-        baseline="collective/lb-micro",
-        advice="",
-        notes=(),
-        study={},
-        lengths={},
-    )
+    return make_results(rows, bounds={"speedup": 1.45})
 
 
 def texts(axes):

@@ -7,46 +7,31 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from builders import make_results, make_row
 
 from odc_sim.errors import InputError
 from odc_sim.idle import Span
 from odc_sim.length_stats import length_stats
 from odc_sim.report import write_report
-from odc_sim.results import Results, Row, read_results
+from odc_sim.results import read_results
 from odc_sim.timeline import Timeline, read_timeline
 
 ALWAYS = ["results.csv", "results.json", "speedup.png", "idle.png", "lengths.png"]
 
 
-def make_row(schedule, speedup):
-    return Row(
-        workload="longalign",
-        model="qwen2.5-1.5b",
-        hardware="generic",
-        devices=2,
-        minibatch_size=4,
-        minibatches=10,
-        schedule=schedule,
-        policy="lb-micro",
-        sharding="zero3",
-        gather_dtype="bf16",
-        seed=3,
-        max_tokens=65536,
-        speedup=speedup,
-        speedup_ci95=(speedup - 0.1, speedup + 0.1),
-        idle_causes={"imbalance_layer": 0.2},
-        fits=True,
+def row_at(schedule, speedup):
+    interval = (speedup - 0.1, speedup + 0.1)
+    return make_row(
+        schedule, "lb-micro", seed=3, speedup=speedup, speedup_ci95=interval, idle_causes={"imbalance_layer": 0.2}
     )
 
 
 @pytest.fixture
 def results():
-    return Results(
-        rows=(make_row("collective", 1.0), make_row("odc", 1.25)),
+    return make_results(
+        (row_at("collective", 1.0), row_at("odc", 1.25)),
         bounds={"speedup": 1.4},
-        baseline="collective/lb-micro",
         advice="Use odc.",
-        notes=(),
         study={"seed": 3},
         lengths={"name": "longalign", **length_stats(np.array([1000, 2000, 30000])).as_dict()},
     )

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from builders import make_results, make_row
 from rich.console import Console
 
 from odc_sim.durations import CAUSES
 from odc_sim.length_stats import length_stats
-from odc_sim.results import Results, Row
 from odc_sim.table import CAUSE_WORDS, columns_for, print_results, results_table
 from odc_sim.table_lengths import histogram_lines, print_lengths
 
@@ -19,20 +19,10 @@ FITTED = {"compute": "fitted", "transfers": "analytic", "optimizer": "analytic",
 HANG = "hangs: rank 3 runs 4 microbatches, rank 0 runs 5"
 
 
-def make_row(schedule, policy, number):
-    return Row(
-        workload="longalign",
-        model="qwen2.5-1.5b",
-        hardware="a100-nvswitch-roce",
-        devices=8,
-        minibatch_size=4,
-        minibatches=100,
-        schedule=schedule,
-        policy=policy,
-        sharding="zero3",
-        gather_dtype="bf16",
-        seed=0,
-        max_tokens=65536,
+def numbered_row(schedule, policy, number):
+    return make_row(
+        schedule,
+        policy,
         samples_per_s_per_device=0.2 + 0.01 * number,
         speedup=0.8 + 0.025 * number,
         speedup_ci95=(0.8 + 0.025 * number - 0.03, 0.8 + 0.025 * number + 0.01),
@@ -53,20 +43,18 @@ def results():
     rows = {}
     for j, schedule in enumerate(SCHEDULES):
         for i, policy in enumerate(POLICIES):
-            rows[schedule, policy] = make_row(schedule, policy, 4 * i + (j != 3) + (j == 1))
+            rows[schedule, policy] = numbered_row(schedule, policy, 4 * i + (j != 3) + (j == 1))
     base = {"speedup": 1.0, "speedup_ci95": (1.0, 1.0)}
     rows["collective", "lb-micro"] = replace(rows["collective", "lb-micro"], **base)
     for policy in ("lb-mini", "lpt"):
         empty = {"speedup": None, "speedup_ci95": None, "fits": False, "provenance": {}, "verdict": HANG}
         rows["collective", policy] = replace(rows["collective", policy], **empty)
-    return Results(
-        rows=tuple(rows.values()),
+    return make_results(
+        rows.values(),
         bounds={"balanced_share": 12.345, "largest_sample": 0.5, "lower_bound": 12.4, "speedup": 1.452},
-        baseline="collective/lb-micro",
         advice="Use odc + lpt: [bold]28%[/bold] more.",
         notes=("2 samples were clipped to 65,536 tokens",),
         study={"seed": 0},
-        lengths={},
     )
 
 

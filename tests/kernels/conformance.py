@@ -270,6 +270,20 @@ def contention_loses_nothing(setup: Setup) -> None:
             window.barrier()
 
 
+def long_additions_at_the_same_place_lose_nothing(setup: Setup) -> None:
+    """Additions long enough to overlap every time: without atomics, or the lock on CPUs, some are lost."""
+    shard, pushes = 100_000, 5 if interpreted() else 100
+    gradients = torch.ones(shard * setup.world_size, device=setup.device)
+    with setup.open(shard, name="contended") as window:
+        window.barrier()
+        with two_streams(setup) as enqueue:
+            for push in range(pushes):
+                enqueue(push % 2, window, gradients, 0)
+        window.barrier()
+        assert (drain(window, shard) == pushes * setup.world_size).all(), "an addition was lost"
+        window.barrier()
+
+
 @contextmanager
 def two_streams(setup: Setup) -> Iterator[Callable]:
     """A function (stream, window, gradients, offset) that pushes on one of two streams: CUDA's, or threads on a CPU."""
@@ -408,6 +422,7 @@ CHECKS: list[Callable[[Setup], None]] = [
     gather_equals_all_gather,
     scatter_accumulate_equals_reduce_scatter,
     contention_loses_nothing,
+    long_additions_at_the_same_place_lose_nothing,
     deterministic_mode_repeats_bitwise,
     overwriting_replaces_what_a_slot_held,
     wrong_arguments_are_refused,

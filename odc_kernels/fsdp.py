@@ -129,7 +129,8 @@ class OnDemand:
         _refuse_hooks(self._model, self._parameters, allowed=self._state.num_hooks)
         self._minibatch += 1
         self._synchronize()
-        self._meet(f"end of minibatch {self._minibatch}", problem=self._state.problem())
+        what = f"end of minibatch {self._minibatch}"
+        self._meet(what, problem=self._state.problem(), all_alive=True)
         self._phase = "stepping"
         self._meeting.watch.expose(f"optimizer step of minibatch {self._minibatch}")
         self._state.drain()
@@ -187,9 +188,11 @@ class OnDemand:
                 if self._replicated:
                     root.set_requires_all_reduce(False)
 
-    def _meet(self, what: str, problem: str | None = None) -> None:
+    def _meet(self, what: str, *, problem: str | None = None, all_alive: bool = False) -> None:
         try:
             self._meeting.exchange(what, None, problem=problem)
+            if all_alive:  # else collectives of the step would fail, or hang, without saying why
+                self._meeting.require(what)
         except BaseException:
             self._phase = "failed"
             self._meeting.watch.expose(None)

@@ -171,7 +171,8 @@ class StockGather:
         async_op: bool = False,
     ) -> Any:
         """Gather, as FSDP2 does by default."""
-        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+        function = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name from torch 2.13 on
+        return function(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
 class StockReduceScatter:
@@ -190,4 +191,5 @@ class StockReduceScatter:
         async_op: bool = False,
     ) -> Any:
         """Reduce, as FSDP2 does by default."""
-        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        function = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+        return function(output_tensor, input_tensor, op=op, group=group, async_op=async_op)

@@ -101,6 +101,11 @@ class Meeting(Rendezvous):
         names = [self.name(rank) for rank in range(self.world_size)]
         self.watch = Watch(self.exchange("start of OnDemand", identify()), names, timeout_s=timeout_s)
 
+    def require(self, what: str) -> None:
+        """Raise if a rank of this host has died, also one that had come to the last meeting."""
+        if dead := self.watch.dead():
+            raise WindowError(f"{what}: {self.name(self.rank)} cannot go on without {self.names(dead)}, which died")
+
     def _wait(self, what: str, keys: list[str], timeout_s: float) -> None:
         start = time.monotonic()
         # The store's own wait cannot be interrupted.

@@ -236,7 +236,8 @@ class _Reading:
 
     def order(self) -> list[int]:
         """Parameters as they come in the buffer; those without elements on this rank are not seen."""
-        return [number - 1 for number in torch.unique_consecutive(self.numbers).tolist() if number > 0]
+        seen = torch.unique_consecutive(self.numbers).tolist()
+        return [number - 1 for number in seen if 0 < number <= len(self.locals)]
 
     def mismatch(self, unit: Unit, order: Sequence[int]) -> str | None:
         """Why this rank's buffer is not what `unit` says; None if it is."""

@@ -6,9 +6,13 @@ import traceback
 import torch
 import torch.distributed as dist
 from kernels.conformance import raises
-from kernels.fsdp_models import Case, draw, loss_of, reference_step, relative_error
+from kernels.fsdp_models import VOCABULARY, Case, draw, loss_of, reference_step, relative_error
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import distribute_module
 
 from odc_kernels.fsdp import OnDemand
+from odc_kernels.rendezvous import WindowError
 from odc_sim.errors import InputError
 
 
@@ -85,7 +89,7 @@ def a_divide_factor_takes_the_place_of_the_number_of_ranks() -> None:
 
 
 def training_follows_one_process() -> None:
-    """20 steps of AdamW with clipping, a schedule of learning rates and a gradient scaler, on a mesh and with replicas."""
+    """20 steps of AdamW with clipping and a schedule of learning rates, on a mesh and with replicas."""
     world_size, rank = dist.get_world_size(), dist.get_rank()
     for case in (Case(tied=True), *([Case(replicate=2)] if world_size == 4 else [])):
         net, reference = case.shard(case.build()), case.reference()
@@ -121,6 +125,7 @@ def a_gradient_scaler_works_and_may_skip_a_step() -> None:
     world_size, rank = dist.get_world_size(), dist.get_rank()
     net, reference = Case().shard(Case().build()), Case().build()
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.zeros(1))  # else it refuses to go on on a rank without microbatches
     optimizer, other = (torch.optim.SGD(model.parameters(), lr=0.1) for model in (net, reference))
     with OnDemand(net) as odc:
         for number in range(3):
@@ -209,6 +214,202 @@ def evaluation_needs_no_equal_counts() -> None:
         torch.testing.assert_close(p.full_tensor(), expected, rtol=1e-4, atol=1e-5)
 
 
+def run_one(odc: OnDemand, net: torch.nn.Module, *, seed: int = 1) -> None:
+    """One minibatch with a microbatch on each rank, up to its end."""
+    for microbatch in odc.minibatch([draw(seed, 1)[0][0]]):
+        loss_of(net, microbatch).backward()
+
+
+def calls_in_the_wrong_order_are_refused() -> None:
+    net = Case().shard(Case().build())
+    microbatch = draw(1, 1)[0][0]
+    with OnDemand(net) as odc:
+        odc.publish()
+        run_one(odc, net)
+        with raises(InputError, "end_of_minibatch()", "call publish() first"):
+            odc.end_of_minibatch()
+        with raises(InputError, "minibatch()", "call publish() first"):
+            next(odc.minibatch([microbatch]))
+        if dist.get_world_size() > 1:
+            with raises(InputError, "got a forward between end_of_minibatch() and publish(); publish first"):
+                net(microbatch[0])
+    if dist.get_world_size() == 1:
+        return
+    net = Case().shard(Case().build())
+    with raises(WindowError, "rank 0: has gradients that no end_of_minibatch() has summed"), OnDemand(net) as odc:
+        if dist.get_rank() == 0:
+            loss_of(net, microbatch).backward()
+        odc.publish()
+    with raises(InputError, "it is closed"):
+        odc.end_of_minibatch()
+
+
+def what_cannot_work_is_refused() -> None:
+    world_size = dist.get_world_size()
+    with raises(InputError, "got a model without sharded parameters; call fully_shard on it first"):
+        OnDemand(Case().build())
+    net = Case().shard(Case().build())
+    handle = net.head.weight.register_post_accumulate_grad_hook(lambda p: None)
+    with raises(InputError, "head.weight has a post-accumulate-grad hook (an optimizer in backward"):
+        OnDemand(net)
+    handle.remove()
+    if world_size == 1:
+        return
+    with OnDemand(net) as odc:
+        with raises(InputError, "embedding.weight has a post-accumulate-grad hook", "a second OnDemand"):
+            OnDemand(net)
+        net.norm.weight.register_post_accumulate_grad_hook(lambda p: None)
+        with raises(InputError, "norm.weight has a post-accumulate-grad hook"):
+            odc.end_of_minibatch()
+        odc._abandon()
+
+    net = Case().build()
+    fully_shard(net.head, mesh=init_device_mesh("cpu", (world_size,)))
+    fully_shard(net, mesh=init_device_mesh("cpu", (1, world_size), mesh_dim_names=("a", "b")))
+    with raises(InputError, "head.weight", "different meshes; expected one for all"):
+        OnDemand(net)
+    net = Case().build()
+    fully_shard(net, mesh=init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("a", "b")))
+    with raises(InputError, "shards over 1 rank; nothing is gathered, use DDP"):
+        OnDemand(net)
+    net = Case().build()
+    distribute_module(net, init_device_mesh("cpu", (world_size,)))
+    with raises(InputError, "call fully_shard on it first"):
+        OnDemand(net)
+
+    net = Case().build()
+    net.norm.weight = torch.nn.Parameter(net.norm.weight.bfloat16(), requires_grad=False)
+    Case().shard(net)
+    with raises(WindowError, "the root is gathered as torch.uint8; expected parameters of one floating-point dtype"):
+        OnDemand(net)
+    loss_of(Case().shard(Case().build()), draw(1, 1)[0][0]).backward()  # a failed opening leaves nothing behind
+
+    net = Case().build()
+    fully_shard(net, mesh=Case().mesh(), mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16))
+    with raises(InputError, "the root: got reduce_dtype torch.float16, expected fp32 or bf16"), OnDemand(net) as odc:
+        run_one(odc, net)
+    if world_size == 4:
+        net = Case().shard(Case().build(), reshard_after_forward=2)
+        with raises(InputError, "gathered over 2 ranks, expected 4", "use True or False"), OnDemand(net) as odc:
+            run_one(odc, net)
+
+
+def a_refused_model_is_given_back() -> None:
+    if dist.get_world_size() == 1:
+        return
+    net, reference = Case().build(), Case().build()
+    net.norm.unused = torch.nn.Parameter(torch.ones(5, dtype=torch.bfloat16), requires_grad=False)
+    Case().shard(net)
+    with raises(WindowError, "torch.uint8"):
+        OnDemand(net)
+    microbatch = draw(1, 1)[0][0]
+    loss_of(net, microbatch).backward()
+    reference_step(reference, [[microbatch]])
+    torch.testing.assert_close(net.head.weight.grad.full_tensor(), reference.head.weight.grad)
+
+
+def layout_drift_is_not_silent() -> None:
+    if dist.get_world_size() == 1:
+        return
+    microbatch = draw(1, 1)[0][0]
+    net = Case().shard(Case().build())
+    with raises(InputError, "head.weight was replaced after OnDemand was opened"), OnDemand(net) as odc:
+        run_one(odc, net)
+        odc.publish()
+        net.head.weight = torch.nn.Parameter(net.head.weight.detach().clone())
+        net(microbatch[0])
+    net = Case().shard(Case().build())
+    message = "end of minibatch 1: rank 0: parameters of blocks.1 are not what was published"
+    with raises(WindowError, message), OnDemand(net) as odc:
+        if dist.get_rank() == 0:
+            with torch.no_grad():
+                net.blocks[1].gain.to_local().mul_(1 + 1e-6)
+        run_one(odc, net)
+    net = Case().shard(Case().build())
+    with OnDemand(net) as odc:  # the same change, shown
+        with torch.no_grad():
+            net.blocks[1].gain.to_local().mul_(1 + 1e-6)
+        odc.publish()
+        run_one(odc, net)
+    net = Case().shard(Case().build())
+    with raises(InputError, "blocks.0: got gradients of", "requires_grad changed"), OnDemand(net) as odc:
+        net.blocks[0].up.weight.requires_grad_(False)
+        run_one(odc, net)
+    net = Case().shard(Case().build())
+    with raises(InputError, "the root: got a shard of", "replaced or sharded anew"), OnDemand(net) as odc:
+        net.blocks[2].set_custom_all_gather(odc._state._gathers[0])  # as if this were another unit now
+        run_one(odc, net)
+
+
+def a_parameter_without_gradient_counts_as_zero() -> None:
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params") and world_size > 1:
+        net = Case().build()
+        net.norm.unused = torch.nn.Parameter(torch.ones(5))
+        Case().shard(net)
+        with raises(InputError, "the root: got gradients of", "a parameter got none"), OnDemand(net) as odc:
+            run_one(odc, net)
+        return
+    net, reference = Case().build(), Case().build()
+    for model in (net, reference):
+        model.norm.unused = torch.nn.Parameter(torch.ones(5))
+    Case().shard(net)
+    plan = draw(1, world_size)
+    with OnDemand(net) as odc:
+        for microbatch in odc.minibatch(plan[rank]):
+            loss_of(net, microbatch).backward()
+        reference_step(reference, plan)
+        assert relative_error(net, reference) < 1e-5
+
+
+def units_of_very_many_parameters_are_laid_out_right() -> None:
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+
+    class Many(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = torch.nn.ParameterList(torch.nn.Parameter(torch.full((3,), 0.5)) for _ in range(450))
+            self.head = torch.nn.Linear(3, VOCABULARY)
+
+        def forward(self, tokens):
+            weights = torch.stack([part.sin() * (1 + number) for number, part in enumerate(self.parts)])
+            return self.head(weights[tokens * 30 % 450])
+
+    net, reference = Many(), Many()
+    reference.load_state_dict(net.state_dict())
+    for p in (*net.parameters(), *reference.parameters()):
+        dist.broadcast(p.detach(), 0)
+    fully_shard(net, mesh=Case(bf16=True).mesh())
+    plan = draw(2, world_size)
+    with OnDemand(net) as odc:
+        for microbatch in odc.minibatch(plan[rank]):
+            loss_of(net, microbatch).backward()
+        reference_step(reference, plan)
+        assert relative_error(net, reference) < 1e-5
+
+
+def a_late_rank_is_named_within_the_deadline() -> None:
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    if world_size == 1:
+        return
+    dist.barrier()
+    odc = OnDemand(Case().shard(Case().build()), timeout_s=1.5)
+    dist.barrier()
+    if rank == world_size - 1:
+        time.sleep(3)  # stuck
+    else:
+        start = time.monotonic()
+        with raises(
+            WindowError, f"end of minibatch 1: rank {rank} waited 1.5 s for rank {world_size - 1}: dead, stuck"
+        ):
+            odc.end_of_minibatch()
+        assert 1.4 < time.monotonic() - start < 2.5
+        with raises(InputError, "ranks could not go on together"):
+            odc.end_of_minibatch()
+    dist.barrier()
+    odc._abandon()
+
+
 CHECKS = [
     gradients_are_those_of_one_process,
     gradients_are_those_of_one_process_with_replicas,
@@ -220,6 +421,13 @@ CHECKS = [
     several_models_in_one_process,
     a_closed_model_is_fully_shards_again_and_may_be_opened_again,
     evaluation_needs_no_equal_counts,
+    calls_in_the_wrong_order_are_refused,
+    what_cannot_work_is_refused,
+    a_refused_model_is_given_back,
+    layout_drift_is_not_silent,
+    a_parameter_without_gradient_counts_as_zero,
+    units_of_very_many_parameters_are_laid_out_right,
+    a_late_rank_is_named_within_the_deadline,
 ]
 
 

@@ -1,0 +1,256 @@
+"""Definitions that a run must keep to, each at a place where a plausible slip would leave most answers as they were."""
+
+import json
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import pytest
+from builders import make_row
+
+from odc_sim import Study, plan, simulate
+from odc_sim.advice import advise, advised_row
+from odc_sim.api import run_study
+from odc_sim.costs import ComputeCosts, UnitCost
+from odc_sim.execution import Executed, Load, build_durations
+from odc_sim.hardware import Slowdown, hardware_text, load_cluster
+from odc_sim.inputs import BOOTSTRAP_STREAM, LENGTHS_STREAM, SHUFFLE_STREAM
+from odc_sim.machine import load_machine
+from odc_sim.metrics import speedup
+from odc_sim.models import load_model
+from odc_sim.plans import write_plan
+from odc_sim.schedules import make_schedule
+from odc_sim.transfers import transfer_costs
+
+SMALL = Path(__file__).parent / "data" / "calibration-small.json"
+JITTER_STREAM = 1
+
+
+@pytest.fixture(scope="module")
+def simulation():
+    return run_study(
+        Study(minibatches=24, policy=("lb-micro", "lb-mini", "verl-native"), schedule=("collective", "odc"))
+    )
+
+
+class TestIntervals:
+    def interval(self, simulation, policy, block):
+        base, own = (simulation.executed[key].makespan_s for key in (("collective", "lb-micro"), ("odc", policy)))
+        found = speedup(base, own, block, np.random.default_rng([0, BOOTSTRAP_STREAM]))
+        return found.low, found.high
+
+    def test_a_policy_that_moves_samples_between_minibatches_is_resampled_in_whole_batches(self, simulation):
+        row = simulation.results.row("odc", "verl-native")
+        assert row.speedup_ci95 == self.interval(simulation, "verl-native", 4)
+        assert row.speedup_ci95 != self.interval(simulation, "verl-native", 1)
+
+    def test_other_policies_by_minibatch(self, simulation):
+        assert simulation.results.row("odc", "lb-mini").speedup_ci95 == self.interval(simulation, "lb-mini", 1)
+
+
+class TestBounds:
+    def bounds(self, **fields):
+        return simulate(Study(minibatches=4, policy=("lb-micro",), schedule=("collective",), **fields)).bounds
+
+    def test_they_count_the_speed_of_each_device(self):
+        equal, mixed = self.bounds(), self.bounds(device_speed=(2.0, *[1.0] * 7))
+        assert mixed["balanced_share"] == pytest.approx(equal["balanced_share"] * 8 / 9)
+        assert mixed["largest_sample"] == pytest.approx(equal["largest_sample"] / 2)  # on the fastest device
+        slow = self.bounds(device_speed=(0.5,) * 8)
+        assert slow["lower_bound"] == pytest.approx(equal["lower_bound"] * 2)
+
+    def test_nothing_beats_them_on_unequal_devices(self):
+        results = simulate(Study(minibatches=4, policy=("lb-micro", "lb-mini"), device_speed=(2.0, *[1.0] * 7)))
+        for row in (row for row in results.rows if row.runs):
+            assert row.makespan_s["mean"] >= results.bounds["lower_bound"] * (1 - 1e-9)
+
+
+def test_the_recipe_moves_memory():
+    study = Study(minibatches=2, policy=("lb-micro",), schedule=("collective", "collective-deferred"))
+    paper, mixed = simulate(study), simulate(study.model_copy(update={"recipe": "mixed"}))
+    for schedule in ("collective", "collective-deferred"):
+        one, other = (results.row(schedule, "lb-micro").peak_memory_bytes for results in (paper, mixed))
+        assert other["parameters"] == pytest.approx(one["parameters"] / 2, abs=1)
+        assert other["optimizer"] == pytest.approx(one["optimizer"] * 3 / 2, abs=1)
+    # Deferred, gradients are not sharded at the peak: 4 + 8 bytes a parameter against 2 + 12.
+    one, other = (results.row("collective-deferred", "lb-micro") for results in (paper, mixed))
+    assert other.peak_memory_bytes["total"] > one.peak_memory_bytes["total"]
+    assert other.largest_max_tokens < one.largest_max_tokens
+
+
+def test_host_time_is_no_bubble(tmp_path):
+    text = hardware_text("a100-nvswitch-roce")
+    assert "[host]" not in text
+    (tmp_path / "ahead.toml").write_text(text)
+    slow = "\n[host]\nseconds_per_unit_forward = 0.5\nseconds_per_unit_backward = 0.5\n"
+    (tmp_path / "slow.toml").write_text(text + slow)
+    ahead, slow = (
+        simulate(Study(minibatches=3, policy=("lb-micro",), hardware=str(tmp_path / f"{name}.toml")))
+        for name in ("ahead", "slow")
+    )
+    for one, other in zip(ahead.rows, slow.rows, strict=True):
+        assert other.idle_rate > one.idle_rate + 0.1
+        assert other.bubble_rate == one.bubble_rate
+
+
+class TestJitter:
+    def test_it_leaves_the_lengths_alone(self):
+        quiet, noisy = (plan(Study(minibatches=4, jitter=jitter, seed=5)) for jitter in (0.0, 0.3))
+        assert quiet.lengths.tolist() == noisy.lengths.tolist()
+        assert quiet.sample_ids.tolist() == noisy.sample_ids.tolist()
+
+    def test_it_has_a_stream_of_its_own(self):
+        made = plan(Study(minibatches=4))
+        found = np.log(Load.of(made, jitter=0.3, seed=5).speed)
+
+        def drawn(stream):
+            noise = np.random.default_rng([5, stream]).standard_normal(found.shape)
+            return -0.3 * noise + 0.5 * 0.3**2
+
+        assert found == pytest.approx(drawn(JITTER_STREAM))
+        for other in (LENGTHS_STREAM, SHUFFLE_STREAM, BOOTSTRAP_STREAM):
+            assert other != JITTER_STREAM
+            assert not np.allclose(found, drawn(other))
+
+    def test_the_seed_of_the_study_decides_it(self, tmp_path):
+        write_plan(plan(Study(minibatches=4)), tmp_path / "plan.json", "test")
+        one, other = (
+            simulate(Study(plan=tmp_path / "plan.json", jitter=0.1, seed=seed)).row("odc", "lb-mini").makespan_s
+            for seed in (1, 2)
+        )
+        assert one != other
+
+
+class TestReduction:
+    """Two layers on four ranks; rank 0 has two microbatches, rank 1 three."""
+
+    LAYERS = 2
+    COUNTS = ((2, 3, 2, 2),)
+
+    def built(self, schedule, **reduce):
+        model = replace(load_model("qwen2.5-1.5b"), layers=self.LAYERS)
+        cluster = load_cluster("generic")
+        slow = replace(cluster.overlap["odc"], unshard=Slowdown(), reduce=Slowdown(**reduce))
+        cluster = replace(cluster, overlap={"collective": slow, "odc": slow})
+        unit = UnitCost(c1_s_per_token=1e-5)
+        parts = (f"{name}_{way}" for name in ("embedding", "layer", "head") for way in ("forward", "backward"))
+        compute = ComputeCosts(
+            layers=self.LAYERS, provenance="analytic", valid_tokens=None, source="", **dict.fromkeys(parts, unit)
+        )
+        counts = np.array(self.COUNTS)
+        exists = np.arange(3)[None, :, None] < counts[:, None, :]
+        tokens = np.where(exists, 1000.0, 0.0)
+        load = Load(counts=counts, tokens=tokens, squares=tokens**2, speed=np.ones_like(tokens))
+        rules = make_schedule(schedule)
+        costs = transfer_costs(model, cluster, world_size=4, one_sided=rules.one_sided, gather_dtype="bf16")
+        return build_durations(load, compute, costs, cluster, rules), exists
+
+    def test_it_slows_the_compute_beside_it(self):
+        durations, exists = self.built("odc", compute=2.0)
+        gather_s, reduce_s, alone_s = durations.gather_s[1], durations.reduce_s[1], 1e-2
+        # While both run the layer goes at half speed: it loses half of the time the reduction takes, in what the gather
+        # leaves of the layer.
+        free_s = alone_s - gather_s
+        assert 0 < reduce_s < 2 * free_s
+        slowed_s = alone_s + 0.5 * reduce_s
+        assert durations.backward_s[:, :, 1] == pytest.approx(np.where(exists, slowed_s, 0.0))
+        assert durations.forward_s[:, :, 1] == pytest.approx(np.where(exists, alone_s, 0.0))
+        lost_s = self.LAYERS * 0.5 * reduce_s * np.array(self.COUNTS)
+        assert durations.compute_slowdown_s == pytest.approx(lost_s)
+
+    @pytest.mark.parametrize(
+        ("schedule", "reducing"),
+        [("collective", "all"), ("odc", "all"), ("collective-deferred", "last"), ("odc-local-sum", "none")],
+    )
+    def test_it_slows_and_is_slowed_in_the_microbatches_that_reduce(self, schedule, reducing):
+        durations, exists = self.built(schedule, compute=2.0, transfer=3.0)
+        last = np.arange(3)[None, :, None] == np.array(self.COUNTS)[:, None, :] - 1
+        expected = {"all": exists, "last": last, "none": np.zeros_like(exists)}[reducing]
+        assert ((durations.reduce_stretch > 1.0) == expected).all()
+        assert ((durations.backward_s[:, :, 1] > 1e-2 + 1e-9) == expected).all()
+
+
+def test_flagged_measurements_say_nothing_about_slowdowns(tmp_path):
+    data = json.loads(SMALL.read_text())
+    rows = [row for row in data["transfers"] if row["op"] == "gather" and row["bytes"] > 1 << 20]
+    sane = rows[0] | {"overlapped_p50_s": 1.5 * rows[0]["p50_s"], "slowdown_compute": 1.25, "flagged": False}
+    wild = rows[0] | {"overlapped_p50_s": 40 * rows[0]["p50_s"], "slowdown_compute": 9.0, "flagged": True}
+    path = tmp_path / "calibration.json"
+    path.write_text(json.dumps(data | {"transfers": [sane, wild, wild, wild]}))
+    found = load_machine(str(path)).cluster.overlap["odc"].unshard
+    assert (found.transfer, found.compute) == pytest.approx((1.5, 1.25))
+
+
+def test_whole_batch_policies_see_as_many_minibatches_as_the_study_says():
+    one, four = (plan(Study(minibatches=8, policy=("verl-native",), batch_minibatches=batch)) for batch in (1, 4))
+    by_minibatch = [
+        [sorted(i for rank in ranks for ids in rank for i in ids) for ranks in made.nested()] for made in (one, four)
+    ]
+    drawn = [list(range(32 * b, 32 * b + 32)) for b in range(8)]
+    assert by_minibatch[0] == drawn  # alone, a minibatch keeps its samples
+    assert by_minibatch[1] != drawn
+    for first in (0, 4):
+        assert sorted(chain(*by_minibatch[1][first : first + 4])) == list(chain(*drawn[first : first + 4]))
+
+
+class TestTypicalMinibatch:
+    def typical(self, simulation, base_s, own_s, own_busy):
+        def run(makespan_s, busy):
+            makespan_s = np.array(makespan_s)
+            none = np.zeros_like(makespan_s)
+            return Executed(
+                makespan_s=makespan_s,
+                busy_s=8 * makespan_s * np.array(busy),
+                idle_s=none[:, None],
+                bubble_makespan_s=none,
+                bubble_busy_s=none,
+                inter_node_bytes=none,
+            )
+
+        runs = {("collective", "lb-micro"): run(base_s, 0.5), ("odc", "lb-mini"): run(own_s, own_busy)}
+        return replace(simulation, executed=runs).typical_minibatch("odc", "lb-mini")
+
+    def test_it_has_the_speedup_of_all(self, simulation):
+        assert self.typical(simulation, [3.0, 1.0, 2.0], [1.0, 1.0, 1.0], 0.5) == 2
+        assert self.typical(simulation, [3.0, 2.0, 1.0], [1.0, 1.0, 1.0], 0.5) == 1
+
+    def test_and_their_idle_rate(self, simulation):
+        assert self.typical(simulation, [2.0, 2.0, 2.0], [1.0, 1.0, 1.0], [0.9, 0.5, 0.7]) == 2
+
+
+class TestAdvice:
+    BASE = make_row("collective", "lb-micro", speedup=1.0)
+
+    def rows(self, behind):
+        """odc at +50 %, and collective-deferred, which is simpler, by a fraction `behind` it."""
+        return (
+            self.BASE,
+            make_row("odc", "lb-mini", speedup=1.5),
+            make_row("collective-deferred", "lb-mini", speedup=1.5 * (1 - behind)),
+        )
+
+    def test_what_is_simpler_and_less_than_a_percent_behind_is_chosen(self):
+        rows = self.rows(0.008)
+        assert advised_row(rows, self.BASE) is rows[2]
+        assert "Use collective-deferred + lb-mini: 49% more throughput than collective + lb-micro" in advise(
+            rows, self.BASE, 2.0, False
+        )
+        assert "within 1 % of the fastest, odc + lb-mini, and simpler." in advise(rows, self.BASE, 2.0, False)
+
+    def test_what_is_further_behind_is_not(self):
+        rows = self.rows(0.015)
+        assert advised_row(rows, self.BASE) is rows[1]
+        assert advise(rows, self.BASE, 2.0, False).startswith("Use odc + lb-mini: 50% more throughput")
+
+    @pytest.mark.parametrize(
+        ("shorter", "ratio", "binds"), [(1.0, 1.0, False), (0.93, 1.04, False), (0.9, 1.06, True), (0.5, 1.38, True)]
+    )
+    def test_the_longest_sample_is_named_where_it_alone_costs_five_percent(self, tmp_path, shorter, ratio, binds):
+        path = tmp_path / "pair.txt"
+        path.write_text(f"10000\n{int(10_000 * shorter)}\n")  # both in every minibatch, one for each device
+        study = Study(lengths=path, devices=2, minibatch_size=1, minibatches=3, policy=("lb-micro",))
+        results = simulate(study)
+        found = results.bounds["lower_bound"] / results.bounds["balanced_share"]
+        assert found == pytest.approx(ratio, abs=0.008)
+        assert ("The longest sample of a minibatch alone caps any policy" in results.advice) == binds

@@ -5,7 +5,7 @@
     python -m odc_kernels.bench --ranks 2 --backend cpu --out /tmp/bench --sizes 65536
 
 Writes rows.csv (one row per size and way), samples.csv (the samples behind it), beside.csv (the same transfers beside
-matrix products), calibration.json (both in the form that `odc simulate --calibration` reads; plain collectives and our
+matrix products), calibration.json (both in the form that `odc simulate --hardware` reads; plain collectives and our
 own transfers only) and environment.json, then tables and plots made from them.
 """
 

@@ -47,15 +47,23 @@ def load_machine(name_or_path: str) -> Machine:
 
 def _calibrated(calibration: Calibration) -> Cluster:
     """The built-in cluster of the same GPU with what was measured put in; a calibration has no memory size or links."""
-    gpu = str(calibration.environment.get("gpu", ""))
+    recorded = calibration.environment.get("gpu", "")
+    fields = recorded if isinstance(recorded, dict) else {"name": recorded}
+    gpu = str(fields.get("name", ""))
     base = load_cluster(_built_in_like(gpu))
+    memory_bytes = fields.get("memory_bytes")
+    measured_memory = isinstance(memory_bytes, int) and memory_bytes > 0
     source = "the calibration"
     host = calibration.host
     return replace(
         base,
         name=f"{base.name}, calibrated",
         source=source,
-        device=replace(base.device, name=gpu or base.device.name),
+        device=replace(
+            base.device,
+            name=gpu or base.device.name,
+            memory_bytes=memory_bytes if measured_memory else base.device.memory_bytes,
+        ),
         overlap={
             "collective": _overlap(calibration, "collective", base.overlap["collective"]),
             "odc": _overlap(calibration, "odc", base.overlap["odc"]),

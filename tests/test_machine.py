@@ -35,3 +35,20 @@ def test_slowdowns_come_from_the_calibration():
     collective = load_machine(str(SMALL)).cluster.overlap["collective"]
     assert collective.unshard.transfer == pytest.approx(2.0)
     assert collective.source.startswith("the calibration")
+
+
+def test_memory_comes_from_the_calibration_where_it_says(tmp_path):
+    data = json.loads(SMALL.read_text())
+    data["environment"]["gpu"] = {"name": "NVIDIA H200", "count": 2, "memory_bytes": 150_109_880_320}
+    (tmp_path / "mine.json").write_text(json.dumps(data))
+    cluster = load_machine(str(tmp_path / "mine.json")).cluster
+    assert cluster.name == "h200-nvlink, calibrated"
+    assert cluster.device.name == "NVIDIA H200"
+    assert cluster.device.memory_bytes == 150_109_880_320
+
+
+def test_the_committed_kernel_benchmark_is_a_calibration():
+    report = Path(__file__).parent.parent / "reports" / "kernels-h200" / "calibration.json"
+    machine = load_machine(str(report))
+    assert machine.cluster.overlap["odc"].unshard.transfer < 1.1  # copies by copy engines do not wait for compute
+    assert machine.cluster.overlap["collective"].unshard.transfer > 1.2

@@ -82,8 +82,8 @@ class Case:
         """The same parameters for one process. Recomputing changes no value."""
         return replace(self, checkpointed=False).build(seed)
 
-    def shard(self, net: Net, **options) -> Net:
-        mesh = self.mesh()
+    def shard(self, net: Net, *, mesh=None, **options) -> Net:
+        mesh = mesh or self.mesh()
         policy = MixedPrecisionPolicy()
         if self.bf16:
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

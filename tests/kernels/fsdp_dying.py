@@ -1,0 +1,95 @@
+"""Ranks that die at a given moment, and what the others then do. Run in each rank, or as a script."""
+
+import os
+import signal
+import sys
+import threading
+import time
+
+import torch
+import torch.distributed as dist
+from kernels.fsdp_models import Case, draw, loss_of
+from torch.distributed.device_mesh import init_device_mesh
+
+from odc_kernels import fsdp_comm
+from odc_kernels.fsdp import OnDemand
+
+TIMEOUT_S = 4.0
+MOMENTS = ("forward", "push", "end", "publish")
+
+
+def die(*_, **__) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train(odc: OnDemand, net, *, minibatches: int = 3, late_s: float = 0.0) -> None:
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for number in range(minibatches):
+        for microbatch in odc.minibatch(draw(number, 1)[0][:1]):
+            loss_of(net, microbatch).backward()
+            time.sleep(late_s)
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        optimizer.step()
+        odc.publish()
+
+
+def die_at(moment: str, net, odc: OnDemand) -> None:
+    """Arrange this process's death in the second minibatch."""
+    if moment == "forward":
+        net.blocks[1].register_forward_hook(die)
+    elif moment == "push":
+        fsdp_comm.scatter_accumulate = die
+    elif moment == "end":  # it has come to the barrier, and waits
+        exchange = odc._meeting.exchange
+
+        def come(*arguments, **options):
+            threading.Timer(0.3, die).start()
+            return exchange(*arguments, **options)
+
+        odc._meeting.exchange = come
+    else:
+        odc._state.publish = die
+
+
+def pairs(rank: int, folder: str) -> None:
+    """Pairs of ranks, each with a model of its own; of each the second dies, at a moment of its own."""
+    mesh = init_device_mesh("cpu", (len(MOMENTS), 2), mesh_dim_names=("pair", "shard"))["shard"]
+    moment = MOMENTS[rank // 2]
+    case = Case()
+    net = case.shard(case.build(), mesh=mesh)
+    odc = OnDemand(net, timeout_s=TIMEOUT_S)
+    train(odc, net, minibatches=1)
+    if rank % 2:
+        die_at(moment, net, odc)
+    start = time.monotonic()
+    try:
+        train(odc, net, minibatches=1, late_s=1.0 if moment == "end" and rank % 2 == 0 else 0.0)
+    except Exception as error:
+        with open(os.path.join(folder, moment), "w") as file:
+            print(time.monotonic() - start, error, file=file)
+    os._exit(0)  # the default group has dead ranks in it
+
+
+def script(what: str) -> None:
+    """Two ranks, started by hand; nothing catches anything."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    net = Case().shard(Case().build())
+    odc = OnDemand(net, timeout_s=1.5 if what == "hang" else TIMEOUT_S)
+    train(odc, net, minibatches=1)
+    print("ready", flush=True)
+    if what == "hang":  # as a collective of NCCL would
+        odc.end_of_minibatch()
+        if rank == 1:
+            die()
+        time.sleep(60)
+    if rank == 1:
+        if what == "die":
+            die_at("push", net, odc)
+        else:
+            time.sleep(60)
+    train(odc, net, minibatches=1)
+
+
+if __name__ == "__main__":
+    script(sys.argv[1])

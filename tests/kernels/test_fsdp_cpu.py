@@ -1,0 +1,104 @@
+import functools
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed; `make test-kernels` runs these")
+
+from kernels import fsdp_checks, fsdp_dying  # noqa: E402
+
+from odc_kernels.ranks import run_ranks  # noqa: E402
+
+RUNS = {  # ranks: checks; those that depend on the number run with each
+    1: fsdp_checks.EACH,
+    2: fsdp_checks.CHECKS,
+    4: [*fsdp_checks.EACH, fsdp_checks.gradients_are_those_of_one_process_with_replicas],
+}
+
+
+@functools.cache
+def outcomes(ranks):
+    return run_ranks(fsdp_checks.run_checks, ranks, RUNS[ranks], timeout_s=150)
+
+
+@pytest.mark.parametrize(("ranks", "name"), [(ranks, check.__name__) for ranks, run in RUNS.items() for check in run])
+def test_checks(ranks, name):
+    for rank, outcome in enumerate(outcomes(ranks)):
+        assert name in outcome, f"rank {rank} did not come so far"
+        assert outcome[name] is None, f"rank {rank}:\n{outcome[name]}"
+
+
+def test_a_killed_rank_is_named_wherever_it_dies(tmp_path):
+    run_ranks(fsdp_dying.pairs, 2 * len(fsdp_dying.MOMENTS), str(tmp_path), may_die=True, timeout_s=90)
+    meetings = {"forward": "end of minibatch 2", "push": "end of minibatch 2", "end": "end of minibatch 2"}
+    for number, moment in enumerate(fsdp_dying.MOMENTS):
+        waited_s, message = (tmp_path / moment).read_text().strip().split(" ", 1)
+        assert float(waited_s) < fsdp_dying.TIMEOUT_S, moment
+        assert message.startswith(meetings.get(moment, "publish after minibatch 2")), message
+        name = "rank 1" if number == 0 else f"rank 1 (global rank {2 * number + 1})"
+        assert f"{name}, which died" in message, message
+    assert_nothing_is_left_behind()
+
+
+def test_uncaught_every_rank_ends_with_the_message(tmp_path):
+    """As a user's own script: nothing catches the error, and rank 0 hosts the store."""
+    started = {what: start(what) for what in ("die", "hang", "interrupt")}
+    for rank in started["interrupt"]:
+        assert rank.stdout.readline() == "ready\n"
+    time.sleep(0.5)  # rank 0 has come to the end of the minibatch and waits, rank 1 computes
+    for rank in started["interrupt"]:
+        rank.send_signal(signal.SIGINT)
+    errors = {what: [finish(rank, 20) for rank in ranks] for what, ranks in started.items()}
+    codes = {what: [rank.returncode for rank in ranks] for what, ranks in started.items()}
+    assert codes == {"die": [1, -signal.SIGKILL], "hang": [1, -signal.SIGKILL], "interrupt": [-signal.SIGINT] * 2}
+    assert "WindowError: end of minibatch 2: rank 0 waits for rank 1, which died" in errors["die"][0]
+    assert "optimizer step of minibatch 2: rank 1 died, and this rank was still in it 1.5 s later" in errors["hang"][0]
+    assert all("KeyboardInterrupt" in error for error in errors["interrupt"])
+    assert_nothing_is_left_behind()
+
+
+def start(what):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    tests = Path(__file__).parents[1]
+    ranks = []
+    for rank in range(2):
+        environment = os.environ | {
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent)]),
+            "OMP_NUM_THREADS": "1",
+        }
+        ranks.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "kernels.fsdp_dying", what],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    return ranks
+
+
+def finish(rank, timeout_s):
+    try:
+        return rank.communicate(timeout=timeout_s)[1]
+    except subprocess.TimeoutExpired:
+        rank.kill()
+        return f"was not finished:\n{rank.communicate()[1]}"
+
+
+def assert_nothing_is_left_behind():
+    from odc_kernels.window_cpu import folders
+
+    assert not [path for folder in folders() for path in folder.glob("odc-*")]

@@ -81,12 +81,16 @@ def _one_line_errors() -> Iterator[None]:
 
 def _study(config: Path | None, flags: dict[str, Any]) -> "Study":
     """A study from the flags that were given, over those of `config`."""
+    from odc_sim.errors import InputError
     from odc_sim.study import load_study, make_study
 
     given = {name: value for name, value in flags.items() if value is not None and value != []}
     for name in ("policy", "schedule"):
         if name in given:
-            given[name] = tuple(part.strip() for value in given[name] for part in value.split(",") if part.strip())
+            names = tuple(part.strip() for value in given[name] for part in value.split(",") if part.strip())
+            if not names:
+                raise InputError(f"--{name}: got no name; leave it out for all of them")
+            given[name] = names
     return load_study(config, given) if config else make_study(given)
 
 

@@ -5,11 +5,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
-from odc_sim.calibration import Calibration, load_calibration
+from odc_sim.calibration import Calibration, TransferSample, load_calibration
 from odc_sim.hardware import Cluster, Host, Overlap, Slowdown, builtin_hardware, load_cluster
 
-# A slowdown is a rate, so it is read where transfers are long enough not to be all latency.
-LEAST_BYTES_FOR_SLOWDOWN = 1 << 20
+# A slowdown is a rate, so it is read where transfers are long enough not to be all latency: shards of a layer's size,
+# or the largest that there are.
+LEAST_BYTES_FOR_SLOWDOWN = 16 << 20
 OPS = {"collective": ("all_gather", "reduce_scatter"), "odc": ("gather", "scatter_accumulate")}
 
 
@@ -52,7 +53,8 @@ def _calibrated(calibration: Calibration) -> Cluster:
     gpu = str(fields.get("name", ""))
     base = load_cluster(_built_in_like(gpu))
     memory_bytes = fields.get("memory_bytes")
-    measured_memory = isinstance(memory_bytes, int) and memory_bytes > 0
+    if not isinstance(memory_bytes, int) or memory_bytes <= 0:
+        memory_bytes = base.device.memory_bytes
     source = "the calibration"
     host = calibration.host
     return replace(
@@ -62,7 +64,7 @@ def _calibrated(calibration: Calibration) -> Cluster:
         device=replace(
             base.device,
             name=gpu or base.device.name,
-            memory_bytes=memory_bytes if measured_memory else base.device.memory_bytes,
+            memory_bytes=memory_bytes,
         ),
         overlap={
             "collective": _overlap(calibration, "collective", base.overlap["collective"]),
@@ -89,22 +91,27 @@ def _built_in_like(gpu: str) -> str:
     return next((name for name in builtin_hardware() if name.split("-")[0] in words), "generic")
 
 
+def _fastest(rows: list[TransferSample]) -> list[TransferSample]:
+    """Of each large size the way that is fastest, as in `transfers.py`; else of the largest size."""
+    large = [row for row in rows if row.bytes >= LEAST_BYTES_FOR_SLOWDOWN]
+    most = max((row.bytes for row in rows), default=0)
+    best: dict[int, TransferSample] = {}
+    for row in large or [row for row in rows if row.bytes == most]:
+        if row.bytes not in best or row.p50_s < best[row.bytes].p50_s:
+            best[row.bytes] = row
+    return list(best.values())
+
+
 def _overlap(calibration: Calibration, transport: str, default: Overlap) -> Overlap:
     slowdowns: list[Slowdown] = []
     for op, fallback in zip(OPS[transport], (default.unshard, default.reduce), strict=True):
-        rows = [
-            (row.slowdown_transfer, row.slowdown_compute)
-            for row in calibration.transfers
-            if row.op == op and not row.flagged and row.bytes >= LEAST_BYTES_FOR_SLOWDOWN
-        ]
-        transfer = [t for t, _ in rows if t is not None]
-        compute = [c for _, c in rows if c is not None]
+        rows = _fastest([r for r in calibration.transfers if r.op == op and not r.flagged and r.overlapped_p50_s])
+        transfer = [row.slowdown_transfer for row in rows if row.slowdown_transfer is not None]
+        compute = [row.slowdown_compute for row in rows if row.slowdown_compute is not None]
         slowdowns.append(
             Slowdown(
                 transfer=max(1.0, median(transfer)) if transfer else fallback.transfer,
                 compute=max(1.0, median(compute)) if compute else fallback.compute,
             )
         )
-    return Overlap(
-        unshard=slowdowns[0], reduce=slowdowns[1], source="the calibration, median of transfers of 1 MiB and more"
-    )
+    return Overlap(unshard=slowdowns[0], reduce=slowdowns[1], source="the calibration, median of large transfers")

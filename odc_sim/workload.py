@@ -7,6 +7,7 @@ Everything random comes from the numpy Generator passed in, so a seed fixes the 
 """
 
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -183,7 +184,7 @@ def load_workload(name_or_path: str | Path) -> Workload:
         return read_workload(data_dir("workloads") / f"{text}.toml")
     if path.suffix == ".toml":
         return read_workload(path)
-    if path.is_file() or len(path.parts) > 1:
+    if os.path.isfile(path) or len(path.parts) > 1:
         raise InputError(f"{text} is not a workload file (.toml): for a list of lengths use --lengths {text}")
     raise unknown_name("workload", text, builtin_workloads())
 

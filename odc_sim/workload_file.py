@@ -1,5 +1,6 @@
 """Reads a workload file (TOML). A module of its own because pydantic is slow to import."""
 
+import os
 import tomllib
 from pathlib import Path
 from typing import Annotated, Literal
@@ -140,7 +141,7 @@ def _source(table: _Lengths, folder: Path) -> Mixture | Recorded:
 def _trace_path(trace: str, folder: Path) -> Path:
     beside, builtin = folder / trace, data_dir("traces") / "lengths" / trace
     for path in (beside, builtin):
-        if path.is_file():
+        if os.path.isfile(path):
             return path
     raise InputError(
         f"lengths.trace {trace!r} found neither as {beside} nor among the built-in traces ({builtin.parent})"

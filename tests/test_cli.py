@@ -115,6 +115,8 @@ def test_listings_for_machines(odc, command):
         (["--workload", "longaling"], "unknown workload 'longaling': did you mean 'longalign'?"),
         (["--model", "qwen2.5-7"], "unknown model 'qwen2.5-7': did you mean 'qwen2.5-7b'?"),
         (["--hardware", "h200"], "unknown hardware 'h200': did you mean 'h200-nvlink'?"),
+        (["--policy", ","], "--policy: got no name"),
+        (["--workload", "x" * 5000], "unknown workload"),
         (["--policy", "lb-maxi"], "unknown policy 'lb-maxi': did you mean 'lb-mini'?"),
         (["--schedule", "ocd"], "unknown schedule 'ocd': did you mean 'odc'?"),
         (["--overlong", "cut"], "overlong: got 'cut', expected 'error', 'drop', 'clip' or 'scale'"),

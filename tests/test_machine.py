@@ -50,5 +50,8 @@ def test_memory_comes_from_the_calibration_where_it_says(tmp_path):
 def test_the_committed_kernel_benchmark_is_a_calibration():
     report = Path(__file__).parent.parent / "reports" / "kernels-h200" / "calibration.json"
     machine = load_machine(str(report))
-    assert machine.cluster.overlap["odc"].unshard.transfer < 1.1  # copies by copy engines do not wait for compute
-    assert machine.cluster.overlap["collective"].unshard.transfer > 1.2
+    assert machine.cluster.name == "h200-nvlink, calibrated"
+    for overlap in machine.cluster.overlap.values():
+        for slowdown in (overlap.unshard, overlap.reduce):
+            assert slowdown.transfer >= 1
+            assert slowdown.compute >= 1

@@ -169,6 +169,11 @@ class OnDemand:
         if waiting:
             self._state.close()
 
+    @property
+    def window_bytes(self) -> dict[str, int]:
+        """Memory of this rank that torch's allocator does not count, by what it is for."""
+        return self._state.window_bytes()
+
     def __enter__(self) -> Self:
         return self
 

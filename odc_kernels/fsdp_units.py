@@ -129,6 +129,12 @@ class Sharded:
         for gather in self._gathers:
             gather.allowed = True
 
+    def window_bytes(self) -> dict[str, int]:
+        """Of each window."""
+        named = {"gradients": self._accumulators}
+        named |= {f"parameters, {str(dtype).removeprefix('torch.')}": window for dtype, window in self._windows.items()}
+        return {name: window.local.nbytes for name, window in named.items()}
+
     def close(self) -> None:
         """Free the windows, with all ranks."""
         for window in (*self._windows.values(), self._accumulators):
@@ -201,6 +207,10 @@ class Alone:
         """Drop gradients."""
         for parameter in self._parameters:
             parameter.grad = None
+
+    def window_bytes(self) -> dict[str, int]:
+        """None."""
+        return {}
 
     def close(self) -> None:
         """Nothing to free."""

@@ -7,8 +7,17 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 from kernels.conformance import raises
-from kernels.fsdp_models import VOCABULARY, Case, draw, loss_of, reference_step, relative_error
-from torch.distributed.device_mesh import init_device_mesh
+from kernels.fsdp_models import (
+    VOCABULARY,
+    Case,
+    device_type,
+    draw,
+    loss_of,
+    mesh_of,
+    on_device,
+    reference_step,
+    relative_error,
+)
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_module
 
@@ -108,7 +117,7 @@ def training_follows_one_process() -> None:
         odc = OnDemand(net)
         for number in range(20):
             plan = draw(number, world_size)
-            total = torch.zeros(1)
+            total = on_device(torch.zeros(1))
             for microbatch in odc.minibatch(plan[rank]):
                 loss = loss_of(net, microbatch)
                 loss.backward()
@@ -131,8 +140,8 @@ def training_follows_one_process() -> None:
 def a_gradient_scaler_works_and_may_skip_a_step() -> None:
     world_size, rank = dist.get_world_size(), dist.get_rank()
     net, reference = Case().shard(Case().build()), Case().build()
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    scaler.scale(torch.zeros(1))  # else it refuses to go on on a rank without microbatches
+    scaler = torch.amp.GradScaler(device_type(), init_scale=8.0)
+    scaler.scale(on_device(torch.zeros(1)))  # else it refuses to go on on a rank without microbatches
     optimizer, other = (torch.optim.SGD(model.parameters(), lr=0.1) for model in (net, reference))
     with OnDemand(net) as odc:
         for number in range(3):
@@ -271,16 +280,16 @@ def what_cannot_work_is_refused() -> None:
         odc._abandon()
 
     net = Case().build()
-    fully_shard(net.head, mesh=init_device_mesh("cpu", (world_size,)))
-    fully_shard(net, mesh=init_device_mesh("cpu", (1, world_size), mesh_dim_names=("a", "b")))
+    fully_shard(net.head, mesh=mesh_of(world_size))
+    fully_shard(net, mesh=mesh_of(1, world_size))
     with raises(InputError, "head.weight", "different meshes; expected one for all"):
         OnDemand(net)
     net = Case().build()
-    fully_shard(net, mesh=init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("a", "b")))
+    fully_shard(net, mesh=mesh_of(world_size, 1))
     with raises(InputError, "shards over 1 rank; nothing is gathered, use DDP"):
         OnDemand(net)
     net = Case().build()
-    distribute_module(net, init_device_mesh("cpu", (world_size,)))
+    distribute_module(net, mesh_of(world_size))
     with raises(InputError, "call fully_shard on it first"):
         OnDemand(net)
 
@@ -359,7 +368,7 @@ def a_parameter_without_gradient_counts_as_zero() -> None:
         return
     net, reference = Case().build(), Case().build()
     for model in (net, reference):
-        model.norm.unused = torch.nn.Parameter(torch.ones(5))
+        model.norm.unused = torch.nn.Parameter(on_device(torch.ones(5)))
     Case().shard(net)
     plan = draw(1, world_size)
     with OnDemand(net) as odc:
@@ -382,7 +391,7 @@ def units_of_very_many_parameters_are_laid_out_right() -> None:
             weights = torch.stack([part.sin() * (1 + number) for number, part in enumerate(self.parts)])
             return self.head(weights[tokens * 30 % 450])
 
-    net, reference = Many(), Many()
+    net, reference = on_device(Many()), on_device(Many())
     reference.load_state_dict(net.state_dict())
     for p in (*net.parameters(), *reference.parameters()):
         dist.broadcast(p.detach(), 0)

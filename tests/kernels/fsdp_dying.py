@@ -5,11 +5,11 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from kernels.fsdp_models import Case, draw, loss_of
-from torch.distributed.device_mesh import init_device_mesh
+from kernels.fsdp_models import Case, draw, loss_of, mesh_of
 
 from odc_kernels import fsdp_comm
 from odc_kernels.fsdp import OnDemand
@@ -51,10 +51,10 @@ def die_at(moment: str, net, odc: OnDemand) -> None:
         odc._state.publish = die
 
 
-def pairs(rank: int, folder: str) -> None:
+def pairs(rank: int, folder: str, moments: Sequence[str]) -> None:
     """Pairs of ranks, each with a model of its own; of each the second dies, at a moment of its own."""
-    mesh = init_device_mesh("cpu", (len(MOMENTS), 2), mesh_dim_names=("pair", "shard"))["shard"]
-    moment = MOMENTS[rank // 2]
+    mesh = mesh_of(len(moments), 2)["shard"]
+    moment = moments[rank // 2]
     case = Case()
     net = case.shard(case.build(), mesh=mesh)
     odc = OnDemand(net, timeout_s=TIMEOUT_S)
@@ -68,6 +68,18 @@ def pairs(rank: int, folder: str) -> None:
         with open(os.path.join(folder, moment), "w") as file:
             print(time.monotonic() - start, error, file=file)
     os._exit(0)  # the default group has dead ranks in it
+
+
+def in_the_step(rank: int) -> None:
+    """Rank 1 dies when the minibatch has ended; rank 0 goes on to a collective, and that never ends."""
+    net = Case().shard(Case().build())
+    odc = OnDemand(net, timeout_s=2.0)
+    train(odc, net, minibatches=1)
+    odc.end_of_minibatch()
+    if rank == 1:
+        die()
+    time.sleep(0.5)
+    torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0).full_tensor().item()
 
 
 def script(what: str) -> None:

@@ -58,6 +58,18 @@ class Net(nn.Module):
         return self.head(self.norm(x))
 
 
+def device_type() -> str:
+    return "cuda" if dist.get_backend() == "nccl" else "cpu"
+
+
+def on_device(movable):
+    return movable.cuda() if device_type() == "cuda" else movable
+
+
+def mesh_of(*sizes: int):
+    return init_device_mesh(device_type(), sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     tied: bool = False
@@ -71,12 +83,12 @@ class Case:
     def mesh(self):
         world_size = dist.get_world_size()
         if self.replicate == 1:
-            return init_device_mesh("cpu", (world_size,))
-        return init_device_mesh("cpu", (self.replicate, world_size // self.replicate), mesh_dim_names=("r", "s"))
+            return mesh_of(world_size)
+        return mesh_of(self.replicate, world_size // self.replicate)
 
     def build(self, seed: int = 0) -> Net:
         torch.manual_seed(seed)
-        return Net(tied=self.tied, frozen=self.frozen, checkpointed=self.checkpointed)
+        return on_device(Net(tied=self.tied, frozen=self.frozen, checkpointed=self.checkpointed))
 
     def reference(self, seed: int = 0) -> Net:
         """The same parameters for one process. Recomputing changes no value."""
@@ -113,7 +125,7 @@ def draw(seed: int, world_size: int, *, most: int = 3) -> list[list[Microbatch]]
 
     def microbatch():
         first = tokens()
-        return first, torch.randint(0, VOCABULARY, first.shape, generator=generator)
+        return on_device(first), on_device(torch.randint(0, VOCABULARY, first.shape, generator=generator))
 
     return [[microbatch() for _ in range(count)] for count in counts]
 

@@ -35,9 +35,10 @@ def test_checks(ranks, name):
 
 
 def test_a_killed_rank_is_named_wherever_it_dies(tmp_path):
-    run_ranks(fsdp_dying.pairs, 2 * len(fsdp_dying.MOMENTS), str(tmp_path), may_die=True, timeout_s=90)
+    moments = fsdp_dying.MOMENTS
+    run_ranks(fsdp_dying.pairs, 2 * len(moments), str(tmp_path), moments, may_die=True, timeout_s=90)
     meetings = {"forward": "end of minibatch 2", "push": "end of minibatch 2", "end": "end of minibatch 2"}
-    for number, moment in enumerate(fsdp_dying.MOMENTS):
+    for number, moment in enumerate(moments):
         waited_s, message = (tmp_path / moment).read_text().strip().split(" ", 1)
         assert float(waited_s) < fsdp_dying.TIMEOUT_S, moment
         assert message.startswith(meetings.get(moment, "publish after minibatch 2")), message

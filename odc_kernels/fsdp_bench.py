@@ -1,0 +1,296 @@
+"""Train the same model with fully_shard's collectives and on demand, and compare losses, speed, host time and memory.
+
+    python -m odc_kernels.fsdp_bench --out reports/fsdp-h200     all GPUs of this host, one rank each
+    python -m odc_kernels.fsdp_bench --ranks 2 --tiny --out /tmp/x    the same in small, on a CPU
+
+Writes fsdp.json: every sample, per rank.
+"""
+
+import argparse
+import datetime
+import gc
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.functional import cross_entropy, rms_norm, scaled_dot_product_attention, silu
+from torch.utils.checkpoint import checkpoint
+
+from odc_kernels.environment import describe
+from odc_kernels.fsdp import OnDemand
+from odc_kernels.fsdp_deferred import collective_deferred
+from odc_kernels.ranks import run_ranks
+from odc_kernels.timing import Marks
+
+MODES = ("fsdp2", "odc", "odc-no-overlap", "collective-deferred", "fsdp2-again")
+WARMUP = 5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """A model and what a rank does in a minibatch."""
+
+    layers: int
+    hidden: int
+    ffn: int
+    vocabulary: int
+    tokens: int
+    """In a microbatch."""
+    microbatches: int
+    minibatches: int = 20
+
+
+SHAPES = {
+    "equal": Shape(layers=4, hidden=1024, ffn=2816, vocabulary=8192, tokens=512, microbatches=2),
+    "transfer-bound": Shape(layers=8, hidden=3072, ffn=8192, vocabulary=32000, tokens=256, microbatches=4),
+    "compute-bound": Shape(layers=8, hidden=3072, ffn=8192, vocabulary=32000, tokens=16384, microbatches=2),
+    "host-bound": Shape(layers=24, hidden=256, ffn=512, vocabulary=1024, tokens=64, microbatches=4),
+}
+
+
+class Block(nn.Module):
+    """A decoder layer, recomputed in backward."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.heads = shape.hidden // 64
+        self.norms = nn.ParameterList(nn.Parameter(torch.ones(shape.hidden)) for _ in range(2))
+        self.qkv = nn.Linear(shape.hidden, 3 * shape.hidden, bias=False)
+        self.out = nn.Linear(shape.hidden, shape.hidden, bias=False)
+        self.gate = nn.Linear(shape.hidden, shape.ffn, bias=False)
+        self.up = nn.Linear(shape.hidden, shape.ffn, bias=False)
+        self.down = nn.Linear(shape.ffn, shape.hidden, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[1, tokens, hidden] -> the same."""
+        return checkpoint(self._inner, x, use_reentrant=False)
+
+    def _inner(self, x: torch.Tensor) -> torch.Tensor:
+        h = rms_norm(x, x.shape[-1:], self.norms[0])
+        q, k, v = (part.unflatten(-1, (self.heads, 64)).transpose(1, 2) for part in self.qkv(h).chunk(3, -1))
+        x = x + self.out(scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        h = rms_norm(x, x.shape[-1:], self.norms[1])
+        return x + self.down(silu(self.gate(h)) * self.up(h))
+
+
+class Net(nn.Module):
+    """Embedding, layers, head; its loss in pieces of 2,048 tokens."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(shape.vocabulary, shape.hidden)
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.head = nn.Linear(shape.hidden, shape.vocabulary, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """[1, tokens] -> the mean loss of guessing each token from itself and those before it."""
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        labels = tokens[0].roll(-1)
+
+        def loss(part: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+            return cross_entropy(self.head(part).float(), label, reduction="sum")
+
+        pieces = zip(x[0].split(2048), labels.split(2048), strict=True)
+        return sum(checkpoint(loss, *piece, use_reentrant=False) for piece in pieces) / tokens.numel()
+
+
+class Run:
+    """One way to train one shape, on this rank."""
+
+    def __init__(self, shape: Shape, mode: str, device: torch.device) -> None:
+        self.shape, self.mode, self.device = shape, mode, device
+        torch.manual_seed(0)
+        with device:
+            self.net = Net(shape)
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for block in self.net.blocks:
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(self.net, mesh=mesh, mp_policy=policy)
+        self.odc = OnDemand(self.net, overlap=mode == "odc") if mode.startswith("odc") else None
+        fused = device.type == "cuda"
+        self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=1e-4, fused=fused)
+        generator = torch.Generator(device).manual_seed(1 + dist.get_rank())
+        self.tokens = [
+            torch.randint(0, shape.vocabulary, (1, shape.tokens), device=device, generator=generator)
+            for _ in range(2 * shape.microbatches)
+        ]
+
+    def minibatch(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(this rank's losses summed, the norm of all gradients)."""
+        total = torch.zeros((), device=self.device)
+        first = number % 2 * self.shape.microbatches
+        for tokens in self._microbatches(self.tokens[first : first + self.shape.microbatches]):
+            loss = self.net(tokens) / self.shape.microbatches
+            loss.backward()
+            total += loss.detach()
+        norm = nn.utils.clip_grad_norm_(self.net.parameters(), 1.0)
+        self.optimizer.step()
+        if self.odc is not None:
+            self.odc.publish()
+        else:
+            self.optimizer.zero_grad()
+        return total, norm
+
+    def _microbatches(self, tokens: list[torch.Tensor]) -> Iterable[torch.Tensor]:
+        if self.odc is not None:
+            return self.odc.minibatch(tokens)
+        return collective_deferred(self.net, tokens) if self.mode == "collective-deferred" else tokens
+
+    def close(self) -> None:
+        """Free everything, the windows too."""
+        if self.odc is not None:
+            self.odc.close()
+            self.odc = None
+        self.net = self.optimizer = self.tokens = None
+        gc.collect()
+        if self.device.type == "cuda":  # pragma: cuda-only
+            torch.cuda.empty_cache()
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m odc_kernels.fsdp_bench", description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder to write to")
+    parser.add_argument("--ranks", type=int, help="ranks to start; default: one per GPU, or 2 on a CPU")
+    parser.add_argument("--tiny", action="store_true", help="small shapes, to see whether it runs")
+    parsed = parser.parse_args()
+    on_gpu = torch.cuda.is_available()
+    world_size = parsed.ranks or (torch.cuda.device_count() if on_gpu else 2)
+    shapes = SHAPES
+    if parsed.tiny:
+        small = {"hidden": 64, "ffn": 96, "vocabulary": 128, "tokens": 32, "layers": 2}
+        shapes = {name: replace(shape, **small) for name, shape in SHAPES.items()}
+    parsed.out.mkdir(parents=True, exist_ok=True)
+    results = run_ranks(bench, world_size, shapes, parsed.out, backend="nccl" if on_gpu else "gloo", timeout_s=1000)
+    result = {
+        "command": " ".join(["python -m odc_kernels.fsdp_bench", *sys.argv[1:]]),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "environment": describe(),
+        "shapes": {name: asdict(shape) for name, shape in shapes.items()},
+        "ranks": results,
+    }
+    (parsed.out / "fsdp.json").write_text(json.dumps(result, indent=1) + "\n")
+
+
+def bench(rank: int, shapes: dict[str, Shape], out: Path | None) -> dict[str, Any]:
+    """One rank's results: shape -> mode -> samples. Rank 0 keeps its own in fsdp.json meanwhile."""
+    device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
+    results: dict[str, Any] = {}
+    for name, shape in shapes.items():
+        measure = {"equal": losses, "host-bound": host_time}.get(name, speed)
+        results[name] = {}
+        for mode in MODES:
+            with ExitStack() as stack:
+                if device.type == "cuda":  # pragma: cuda-only
+                    torch.cuda.reset_peak_memory_stats(device)
+                run = Run(shape, mode, device)
+                stack.callback(run.close)
+                results[name][mode] = measure(run) | memory(run)
+            if rank == 0:
+                samples = results[name][mode].get("seconds") or results[name][mode].get("loss")
+                print(f"{name:15} {mode:20} median {statistics.median(samples):.6g}", flush=True)
+                if out is not None:
+                    (out / "fsdp.json").write_text(json.dumps(results))
+    return results
+
+
+def losses(run: Run) -> dict[str, Any]:
+    """The loss over all ranks, and the norm of the gradients, of each minibatch."""
+    found: dict[str, Any] = {"loss": [], "norm": []}
+    for number in range(run.shape.minibatches):
+        loss, norm = run.minibatch(number)
+        dist.all_reduce(loss)
+        found["loss"].append(loss.item())
+        found["norm"].append(norm.full_tensor().item())
+    return found
+
+
+def speed(run: Run) -> dict[str, Any]:
+    """Seconds of each minibatch on this rank's device, back to back."""
+    for number in range(WARMUP):
+        run.minibatch(number)
+    _synchronize(run.device)
+    marks = Marks(run.device)
+    marks.mark()
+    for number in range(run.shape.minibatches):
+        run.minibatch(number)
+        marks.mark()
+    _synchronize(run.device)
+    return {"seconds": [end - start for start, end in marks.intervals_s(marks)]}
+
+
+def host_time(run: Run) -> dict[str, Any]:
+    """Seconds of the host to enqueue one unit's forward and backward, in each microbatch of each minibatch."""
+    seconds: list[float] = []
+    units = sum(isinstance(module, FSDPModule) for module in run.net.modules())
+    for number in range(WARMUP + run.shape.minibatches):
+        for tokens in _timed(run._microbatches(run.tokens[: run.shape.microbatches]), seconds, run.device):
+            run.net(tokens).backward()
+        run.optimizer.step()
+        if run.odc is not None:
+            run.odc.publish()
+        else:
+            run.optimizer.zero_grad()
+        if number == WARMUP - 1:
+            seconds.clear()
+    found = {"seconds": [second / units for second in seconds]}
+    if run.odc is not None:
+        found["publish_seconds"] = []
+        for _ in range(20):
+            _synchronize(run.device)
+            start = time.perf_counter()
+            run.odc.publish()
+            found["publish_seconds"].append((time.perf_counter() - start) / 2)  # with a meeting more than usual
+    return found
+
+
+def _timed(items: Iterable[Any], seconds: list[float], device: torch.device) -> Iterator[Any]:
+    """Append what the loop's body took, each time from an idle device on."""
+    iterator = iter(items)
+    while True:
+        try:
+            item = next(iterator)
+        except StopIteration:
+            return
+        _synchronize(device)
+        start = time.perf_counter()
+        yield item
+        seconds.append(time.perf_counter() - start)
+
+
+def memory(run: Run) -> dict[str, Any]:
+    """Bytes: most ever allocated by torch, and the windows, which are not among them."""
+    windows = 0
+    if run.odc is not None:
+        windows = sum(run.odc.window_bytes.values())
+    found = {"window_bytes": windows, "parameters": sum(p.numel() for p in run.net.parameters())}
+    if run.device.type == "cuda":  # pragma: cuda-only
+        found["peak_bytes"] = torch.cuda.max_memory_allocated(run.device)
+        free, total = torch.cuda.mem_get_info(run.device)
+        found["device_bytes"] = total - free
+    return found
+
+
+def _synchronize(device: torch.device) -> None:
+    wait: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
+    wait()
+    dist.barrier()
+    wait()
+
+
+if __name__ == "__main__":
+    main()

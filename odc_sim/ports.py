@@ -1,10 +1,9 @@
 """Ports that transfers share: a fluid model for the event engine.
 
-A gather visits its peers one after another, starting at the next rank, and so does a scatter_accumulate (as our kernels
-do, so that ranks that start together never meet at a port). Peers of the own node and of other nodes are visited at the
-same time, the ones over links, the others over network cards. Each visit is a flow from one port to another: a rank's
-egress to a rank's ingress inside a node, a card's egress to a card's ingress between nodes. A flow runs at the smaller
-of its equal shares of the two ports.
+A gather pulls from all peers at once, and a scatter_accumulate pushes to all at once, as our kernels do (every program
+goes from peer to peer, tile by tile). So a transfer is a flow for each peer: from a rank's egress to a rank's ingress
+inside a node, from a network card's egress to a card's ingress between nodes. A flow runs at the smaller of its equal
+shares of the two ports.
 """
 
 from collections.abc import Generator, Sequence
@@ -40,40 +39,32 @@ class PortNetwork:
     def transfer(self, rank: int, inside_s: float, network_s: float, shard_bytes: float, *, pull: bool) -> Process:
         """Move one unit's shards between `rank` and all its peers.
 
-        `inside_s` and `network_s` are what peers of the own node and of other nodes take with free ports; each of
-        these has a shard of `shard_bytes`, which is counted when it has crossed.
+        `inside_s` and `network_s` are what peers of the own node and of other nodes take with free ports; each of the
+        latter has a shard of `shard_bytes`, which is counted when it has crossed.
         """
         near, far = self.topology.peers(rank)
-        parts = [self.env.process(self._visit(rank, near or [rank], inside_s, pull))]
-        if far:
-            parts.append(self.env.process(self._visit_far(rank, far, network_s, shard_bytes, pull)))
-        yield self.env.all_of(parts)
+        first_card = self.topology.world_size
+        ends = [(rank, peer, inside_s) for peer in near or [rank]]
+        ends += [(first_card + self.topology.nic(rank), first_card + self.topology.nic(p), network_s) for p in far]
+        # seconds a port takes for all its flows, of which each has an equal share: so that is what is left of each
+        shares = [len(near) or 1] * (len(near) or 1) + [len(far)] * len(far)
+        yield self._start([((b, a) if pull else (a, b), s / n) for (a, b, s), n in zip(ends, shares, strict=True)])
+        self.inter_node_bytes += len(far) * shard_bytes
 
     def shared(self, seconds: float) -> Process:
         """A collective on all ranks, which shares the one port that stands for all with the collective beside it."""
-        yield from self._flow(0, 0, seconds)
+        yield self._start([((0, 0), seconds)])
 
-    def _visit(self, rank: int, peers: Sequence[int], seconds: float, pull: bool) -> Process:
-        for peer in peers:
-            source, target = (peer, rank) if pull else (rank, peer)
-            yield from self._flow(source, target, seconds / len(peers))
-
-    def _visit_far(self, rank: int, peers: Sequence[int], seconds: float, shard_bytes: float, pull: bool) -> Process:
-        first_card = self.topology.world_size
-        own = first_card + self.topology.nic(rank)
-        for peer in peers:
-            other = first_card + self.topology.nic(peer)
-            yield from self._flow(*((other, own) if pull else (own, other)), seconds / len(peers))
-            self.inter_node_bytes += shard_bytes
-
-    def _flow(self, source: int, target: int, seconds: float) -> Process:
-        flow = _Flow(source, target, seconds, self.env.event())
+    def _start(self, flows: Sequence[tuple[tuple[int, int], float]]) -> simpy.Event:
+        """Start flows of ((source, target), seconds alone on both ports); the event of all having ended."""
         self._advance()
-        self.flows.append(flow)
-        self.egress[source] += 1
-        self.ingress[target] += 1
+        started = [_Flow(*ends, seconds, self.env.event()) for ends, seconds in flows]
+        for flow in started:
+            self.egress[flow.source] += 1
+            self.ingress[flow.target] += 1
+        self.flows += started
         self._reschedule()
-        yield flow.done
+        return self.env.all_of([flow.done for flow in started])
 
     def _advance(self) -> None:
         elapsed_s = self.env.now - self.updated_s

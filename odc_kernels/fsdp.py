@@ -128,8 +128,9 @@ class OnDemand:
         self._mark(last=True)
         _refuse_hooks(self._model, self._parameters, allowed=self._state.num_hooks)
         self._minibatch += 1
-        self._synchronize()
         what = f"end of minibatch {self._minibatch}"
+        self._state.set_gradients()
+        self._synchronize()
         self._meet(what, problem=self._state.problem(), all_alive=True)
         self._phase = "stepping"
         self._meeting.watch.expose(f"optimizer step of minibatch {self._minibatch}")

@@ -33,8 +33,8 @@ from odc_kernels.fsdp_deferred import collective_deferred
 from odc_kernels.ranks import run_ranks
 from odc_kernels.timing import Marks
 
-MODES = ("fsdp2", "odc", "odc-no-overlap", "collective-deferred", "fsdp2-again")
-WARMUP = 5
+ALL_MODES = ("fsdp2", "odc", "collective-deferred", "fsdp2-again")
+WARMUP = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,13 +49,28 @@ class Shape:
     """In a microbatch."""
     microbatches: int
     minibatches: int = 20
+    decoder: bool = True
+    """Attention and an MLP of three matrices, recomputed; else an MLP of two, so that the host is fast."""
+    modes: tuple[str, ...] = ALL_MODES
 
 
 SHAPES = {
     "equal": Shape(layers=4, hidden=1024, ffn=2816, vocabulary=8192, tokens=512, microbatches=2),
-    "transfer-bound": Shape(layers=8, hidden=3072, ffn=8192, vocabulary=32000, tokens=256, microbatches=4),
-    "compute-bound": Shape(layers=8, hidden=3072, ffn=8192, vocabulary=32000, tokens=16384, microbatches=2),
-    "host-bound": Shape(layers=24, hidden=256, ffn=512, vocabulary=1024, tokens=64, microbatches=4),
+    "compute-bound": Shape(
+        layers=4, hidden=3072, ffn=8192, vocabulary=8192, tokens=8192, microbatches=4, modes=("fsdp2", "odc")
+    ),
+    "host-bound": Shape(
+        layers=8,
+        hidden=256,
+        ffn=512,
+        vocabulary=1024,
+        tokens=64,
+        microbatches=2,
+        modes=("fsdp2", "odc", "fsdp2-again"),
+    ),
+    "transfer-bound": Shape(
+        layers=6, hidden=8192, ffn=32768, vocabulary=1024, tokens=64, microbatches=2, decoder=False
+    ),
 }
 
 
@@ -84,13 +99,26 @@ class Block(nn.Module):
         return x + self.down(silu(self.gate(h)) * self.up(h))
 
 
+class Mlp(nn.Module):
+    """Two matrices."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.up = nn.Linear(shape.hidden, shape.ffn, bias=False)
+        self.down = nn.Linear(shape.ffn, shape.hidden, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[1, tokens, hidden] -> the same."""
+        return x + self.down(silu(self.up(x)))
+
+
 class Net(nn.Module):
     """Embedding, layers, head; its loss in pieces of 2,048 tokens."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.embedding = nn.Embedding(shape.vocabulary, shape.hidden)
-        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.blocks = nn.ModuleList((Block if shape.decoder else Mlp)(shape) for _ in range(shape.layers))
         self.head = nn.Linear(shape.hidden, shape.vocabulary, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -166,14 +194,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m odc_kernels.fsdp_bench", description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
     parser.add_argument("--ranks", type=int, help="ranks to start; default: one per GPU, or 2 on a CPU")
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=tuple(SHAPES), help="which to run; default: all")
     parser.add_argument("--tiny", action="store_true", help="small shapes, to see whether it runs")
     parsed = parser.parse_args()
     on_gpu = torch.cuda.is_available()
     world_size = parsed.ranks or (torch.cuda.device_count() if on_gpu else 2)
-    shapes = SHAPES
+    shapes = {name: SHAPES[name] for name in parsed.shapes}
     if parsed.tiny:
-        small = {"hidden": 64, "ffn": 96, "vocabulary": 128, "tokens": 32, "layers": 2}
-        shapes = {name: replace(shape, **small) for name, shape in SHAPES.items()}
+        small = {"hidden": 64, "ffn": 96, "vocabulary": 128, "tokens": 32, "layers": 2, "minibatches": 5}
+        shapes = {name: replace(shape, **small) for name, shape in shapes.items()}
     parsed.out.mkdir(parents=True, exist_ok=True)
     results = run_ranks(bench, world_size, shapes, parsed.out, backend="nccl" if on_gpu else "gloo", timeout_s=1000)
     result = {
@@ -193,11 +222,11 @@ def bench(rank: int, shapes: dict[str, Shape], out: Path | None) -> dict[str, An
     for name, shape in shapes.items():
         measure = {"equal": losses, "host-bound": host_time}.get(name, speed)
         results[name] = {}
-        for mode in MODES:
+        for mode in shape.modes:
             with ExitStack() as stack:
+                run = Run(shape, mode, device)
                 if device.type == "cuda":  # pragma: cuda-only
                     torch.cuda.reset_peak_memory_stats(device)
-                run = Run(shape, mode, device)
                 stack.callback(run.close)
                 results[name][mode] = measure(run) | memory(run)
             if rank == 0:

@@ -18,6 +18,8 @@ import torch.distributed as dist
 from odc_kernels.rendezvous import Rendezvous, WindowError
 
 POLL_S = 0.01
+POLL_SHARE = 0.01
+"""Of the time waited so far: what a sleep between two looks may add to the wait."""
 
 
 class Watch:
@@ -121,7 +123,7 @@ class Meeting(Rendezvous):
                     f"{what}: {self.name(self.rank)} waited {timeout_s:g} s for {self.names(missing)}: "
                     "dead, stuck, late, or not calling the same methods in the same order"
                 )
-            time.sleep(min(POLL_S, waited_s / 10))
+            time.sleep(min(POLL_S, waited_s * POLL_SHARE))
 
 
 def identify() -> dict[str, Any]:

@@ -62,8 +62,11 @@ class Sharded:
         self._casts: list[tuple[torch.Tensor, int]] = []
         """Buffers for gradients that are not a view of the accumulators, and where those begin."""
         self._gradients: list[tuple[DTensor, DTensor]] = []
+        self._shown: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        """Where parameters are shown, and their values, by dtype: many small copies in one call."""
         with torch.no_grad():
-            for unit, offset in zip(units, offsets, strict=True):
+            for unit, gather, offset in zip(units, self._gathers, offsets, strict=True):
+                self._add_shown(unit, gather)
                 self._add_gradients(unit, offset)
 
     def install(self) -> None:
@@ -81,6 +84,7 @@ class Sharded:
             self._remove.pop()()
         self._clear()
         self._gradients.clear()
+        self._shown.clear()
         self._casts.clear()
         self._gathers.clear()
         self._pushes.clear()
@@ -93,11 +97,16 @@ class Sharded:
         """Whether this rank pushed since the last publish."""
         return any(push.pushed for push in self._pushes)
 
-    @torch.no_grad()
-    def drain(self) -> None:
-        """Set every gradient; all ranks' pushes are finished."""
+    def set_gradients(self) -> None:
+        """Set every gradient, for `drain` to fill: done before ranks meet, it hides behind the device's last work."""
         for gather in self._gathers:
             gather.allowed = False
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient
+
+    @torch.no_grad()
+    def drain(self) -> None:
+        """Fill the gradients; all ranks' pushes are finished."""
         total = drain(self._accumulators, self._numel, deterministic=self._deterministic)
         if self._divisor != 1:
             total.mul_(1 / self._divisor)
@@ -105,23 +114,13 @@ class Sharded:
             dist.all_reduce(total, group=self._replicas)
         for buffer, offset in self._casts:
             buffer.copy_(total[offset : offset + buffer.numel()])
-        for parameter, gradient in self._gradients:
-            parameter.grad = gradient
 
     @torch.no_grad()
     def publish(self) -> None:
         """Drop gradients, show parameters; ranks must meet before and after."""
         self._clear()
         self._accumulators.local.zero_()
-        for dtype, window in self._windows.items():
-            targets, sources = [], []
-            for unit, gather in zip(self._units, self._gathers, strict=True):
-                if unit.dtype == dtype:
-                    for shard in unit.shards:
-                        local = shard.local()
-                        targets.append(gather.published[shard.offset : shard.offset + local.numel()])
-                        sources.append(local)
-            assert targets[0].dtype == window.dtype
+        for targets, sources in self._shown.values():
             torch._foreach_copy_(targets, sources)
         self._drift.restart()
         for push in self._pushes:
@@ -143,6 +142,13 @@ class Sharded:
     def _clear(self) -> None:
         for parameter, _ in self._gradients:
             parameter.grad = None
+
+    def _add_shown(self, unit: Unit, gather: Gather) -> None:
+        targets, sources = self._shown.setdefault(unit.dtype, ([], []))
+        for shard in unit.shards:
+            local = shard.local()
+            targets.append(gather.published[shard.offset : shard.offset + local.numel()])
+            sources.append(local)
 
     def _add_gradients(self, unit: Unit, offset: int) -> None:
         trained = unit.trained
@@ -194,9 +200,12 @@ class Alone:
         """Whether there are gradients."""
         return any(parameter.grad is not None for parameter in self._parameters)
 
+    def set_gradients(self) -> None:
+        """FSDP has."""
+
     @torch.no_grad()
     def drain(self) -> None:
-        """Set every gradient."""
+        """Scale every gradient; zeros where there was no microbatch."""
         for parameter in self._parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)

@@ -13,9 +13,9 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,115 +24,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.nn.functional import cross_entropy, rms_norm, scaled_dot_product_attention, silu
-from torch.utils.checkpoint import checkpoint
 
 from odc_kernels.environment import describe
 from odc_kernels.fsdp import OnDemand
+from odc_kernels.fsdp_bench_models import SHAPES, Net, Shape
 from odc_kernels.fsdp_deferred import collective_deferred
 from odc_kernels.ranks import run_ranks
 from odc_kernels.timing import Marks
 
-ALL_MODES = ("fsdp2", "odc", "collective-deferred", "fsdp2-again")
 WARMUP = 3
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Shape:
-    """A model and what a rank does in a minibatch."""
-
-    layers: int
-    hidden: int
-    ffn: int
-    vocabulary: int
-    tokens: int
-    """In a microbatch."""
-    microbatches: int
-    minibatches: int = 20
-    decoder: bool = True
-    """Attention and an MLP of three matrices, recomputed; else an MLP of two, so that the host is fast."""
-    modes: tuple[str, ...] = ALL_MODES
-
-
-SHAPES = {
-    "equal": Shape(layers=4, hidden=1024, ffn=2816, vocabulary=8192, tokens=512, microbatches=2),
-    "compute-bound": Shape(
-        layers=4, hidden=3072, ffn=8192, vocabulary=8192, tokens=8192, microbatches=4, modes=("fsdp2", "odc")
-    ),
-    "host-bound": Shape(
-        layers=8,
-        hidden=256,
-        ffn=512,
-        vocabulary=1024,
-        tokens=64,
-        microbatches=2,
-        modes=("fsdp2", "odc", "fsdp2-again"),
-    ),
-    "transfer-bound": Shape(
-        layers=6, hidden=8192, ffn=32768, vocabulary=1024, tokens=64, microbatches=2, decoder=False
-    ),
-}
-
-
-class Block(nn.Module):
-    """A decoder layer, recomputed in backward."""
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.heads = shape.hidden // 64
-        self.norms = nn.ParameterList(nn.Parameter(torch.ones(shape.hidden)) for _ in range(2))
-        self.qkv = nn.Linear(shape.hidden, 3 * shape.hidden, bias=False)
-        self.out = nn.Linear(shape.hidden, shape.hidden, bias=False)
-        self.gate = nn.Linear(shape.hidden, shape.ffn, bias=False)
-        self.up = nn.Linear(shape.hidden, shape.ffn, bias=False)
-        self.down = nn.Linear(shape.ffn, shape.hidden, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[1, tokens, hidden] -> the same."""
-        return checkpoint(self._inner, x, use_reentrant=False)
-
-    def _inner(self, x: torch.Tensor) -> torch.Tensor:
-        h = rms_norm(x, x.shape[-1:], self.norms[0])
-        q, k, v = (part.unflatten(-1, (self.heads, 64)).transpose(1, 2) for part in self.qkv(h).chunk(3, -1))
-        x = x + self.out(scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-        h = rms_norm(x, x.shape[-1:], self.norms[1])
-        return x + self.down(silu(self.gate(h)) * self.up(h))
-
-
-class Mlp(nn.Module):
-    """Two matrices."""
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.up = nn.Linear(shape.hidden, shape.ffn, bias=False)
-        self.down = nn.Linear(shape.ffn, shape.hidden, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[1, tokens, hidden] -> the same."""
-        return x + self.down(silu(self.up(x)))
-
-
-class Net(nn.Module):
-    """Embedding, layers, head; its loss in pieces of 2,048 tokens."""
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(shape.vocabulary, shape.hidden)
-        self.blocks = nn.ModuleList((Block if shape.decoder else Mlp)(shape) for _ in range(shape.layers))
-        self.head = nn.Linear(shape.hidden, shape.vocabulary, bias=False)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """[1, tokens] -> the mean loss of guessing each token from itself and those before it."""
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
-        labels = tokens[0].roll(-1)
-
-        def loss(part: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-            return cross_entropy(self.head(part).float(), label, reduction="sum")
-
-        pieces = zip(x[0].split(2048), labels.split(2048), strict=True)
-        return sum(checkpoint(loss, *piece, use_reentrant=False) for piece in pieces) / tokens.numel()
 
 
 class Run:
@@ -189,24 +89,24 @@ class Run:
             torch.cuda.empty_cache()
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m odc_kernels.fsdp_bench", description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
     parser.add_argument("--ranks", type=int, help="ranks to start; default: one per GPU, or 2 on a CPU")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=tuple(SHAPES), help="which to run; default: all")
     parser.add_argument("--tiny", action="store_true", help="small shapes, to see whether it runs")
-    parsed = parser.parse_args()
+    parsed = parser.parse_args(arguments)
     on_gpu = torch.cuda.is_available()
     world_size = parsed.ranks or (torch.cuda.device_count() if on_gpu else 2)
     shapes = {name: SHAPES[name] for name in parsed.shapes}
     if parsed.tiny:
-        small = {"hidden": 64, "ffn": 96, "vocabulary": 128, "tokens": 32, "layers": 2, "minibatches": 5}
+        small = {"hidden": 64, "ffn": 96, "vocabulary": 128, "tokens": 32, "layers": 1, "minibatches": 2}
         shapes = {name: replace(shape, **small) for name, shape in shapes.items()}
     parsed.out.mkdir(parents=True, exist_ok=True)
     results = run_ranks(bench, world_size, shapes, parsed.out, backend="nccl" if on_gpu else "gloo", timeout_s=1000)
     result = {
-        "command": " ".join(["python -m odc_kernels.fsdp_bench", *sys.argv[1:]]),
+        "command": " ".join(["python -m odc_kernels.fsdp_bench", *(sys.argv[1:] if arguments is None else arguments)]),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "environment": describe(),
         "shapes": {name: asdict(shape) for name, shape in shapes.items()},

@@ -1,4 +1,5 @@
 import functools
+import json
 import os
 import signal
 import socket
@@ -13,6 +14,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed; `make test-
 
 from kernels import fsdp_checks, fsdp_dying  # noqa: E402
 
+from odc_kernels import fsdp_bench  # noqa: E402
 from odc_kernels.ranks import run_ranks  # noqa: E402
 
 RUNS = {  # ranks: checks; those that depend on the number run with each
@@ -62,6 +64,23 @@ def test_uncaught_every_rank_ends_with_the_message(tmp_path):
     assert "optimizer step of minibatch 2: rank 1 died, and this rank was still in it 1.5 s later" in errors["hang"][0]
     assert all("KeyboardInterrupt" in error for error in errors["interrupt"])
     assert_nothing_is_left_behind()
+
+
+def test_the_benchmark_runs(tmp_path):
+    fsdp_bench.main(["--tiny", "--ranks", "2", "--out", str(tmp_path)])
+    result = json.loads((tmp_path / "fsdp.json").read_text())
+    assert len(result["ranks"]) == 2
+    assert result["environment"]["packages"]["torch"]
+    for shape, modes in result["ranks"][0].items():
+        assert set(modes) >= {"fsdp2", "odc"}
+        assert modes["odc"]["window_bytes"] > modes["fsdp2"]["window_bytes"] == 0
+        for mode, found in modes.items():
+            samples = found["loss"] if shape == "equal" else found["seconds"]
+            assert len(samples) in (2, 4), (shape, mode)
+            assert min(samples) > 0
+    losses = [found["loss"] for found in result["ranks"][0]["equal"].values()]
+    for other in losses[1:]:
+        assert other == pytest.approx(losses[0], rel=1e-3)
 
 
 def start(what):

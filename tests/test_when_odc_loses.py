@@ -80,3 +80,19 @@ def test_the_committed_rows_are_what_the_simulator_says():
     for schedule, policy in (("odc", "lb-mini"), ("odc", "lb-micro"), ("collective-deferred", "lb-mini")):
         row = next(row for row in wanted if (row["schedule"], row["policy"]) == (schedule, policy))
         assert now.row(schedule, policy).speedup == pytest.approx(float(row["speedup"]), abs=0.005)
+
+
+def test_the_committed_rows_of_the_event_engine_are_what_it_says_and_the_fast_engine_nearly():
+    with (REPORT / "engines-one-node" / "sweep.csv").open() as file:
+        wanted = next(
+            row
+            for row in csv.DictReader(file)
+            if tuple(row[k] for k in ("engine", "workload", "longest_sample", "schedule", "policy"))
+            == ("event", "longalign", "1", "odc", "lb-mini")
+        )
+    event, fast = (
+        run(scale=1 / 64, hardware="h100-ib", minibatches=3, engine=engine).row("odc", "lb-mini").speedup
+        for engine in ("event", "fast")
+    )
+    assert event == pytest.approx(float(wanted["speedup"]), abs=0.005)
+    assert event == pytest.approx(fast, rel=0.03)

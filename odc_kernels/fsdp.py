@@ -89,7 +89,6 @@ class OnDemand:
             else:
                 units = find_units(model, mesh, self._meeting)
                 self._state = Sharded(units, mesh, deterministic=deterministic, divisor=divisor, timeout_s=timeout_s)
-                self._state.install()
                 self._restrain(True)
             self._state.publish()
             self._meet("open of OnDemand")

@@ -104,21 +104,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
         small = {"hidden": 64, "ffn": 96, "vocabulary": 128, "tokens": 32, "layers": 1, "minibatches": 2}
         shapes = {name: replace(shape, **small) for name, shape in shapes.items()}
     parsed.out.mkdir(parents=True, exist_ok=True)
-    results = run_ranks(bench, world_size, shapes, parsed.out, backend="nccl" if on_gpu else "gloo", timeout_s=1000)
-    result = {
+    head = {
         "command": " ".join(["python -m odc_kernels.fsdp_bench", *(sys.argv[1:] if arguments is None else arguments)]),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "environment": describe(),
         "shapes": {name: asdict(shape) for name, shape in shapes.items()},
-        "ranks": results,
     }
-    (parsed.out / "fsdp.json").write_text(json.dumps(result, indent=1) + "\n")
+    backend, kept = "nccl" if on_gpu else "gloo", parsed.out / "rank0.json"
+    ranks = run_ranks(bench, world_size, shapes, kept, backend=backend, timeout_s=1000)
+    (parsed.out / "fsdp.json").write_text(json.dumps(head | {"ranks": ranks}, indent=1) + "\n")
+    kept.unlink()
 
 
-def bench(rank: int, shapes: dict[str, Shape], out: Path | None) -> dict[str, Any]:
-    """One rank's results: shape -> mode -> samples. Rank 0 keeps its own in fsdp.json meanwhile."""
+def bench(rank: int, shapes: dict[str, Shape], kept: Path | None) -> dict[str, Any]:
+    """One rank's results: shape -> mode -> samples. Rank 0 keeps its own in a file meanwhile, should the run be cut."""
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
-    results: dict[str, Any] = {}
+    results: dict[str, Any] = {"environment": describe()} if rank == 0 else {}
     for name, shape in shapes.items():
         measure = {"equal": losses, "host-bound": host_time}.get(name, speed)
         results[name] = {}
@@ -132,8 +132,8 @@ def bench(rank: int, shapes: dict[str, Shape], out: Path | None) -> dict[str, An
             if rank == 0:
                 samples = results[name][mode].get("seconds") or results[name][mode].get("loss")
                 print(f"{name:15} {mode:20} median {statistics.median(samples):.6g}", flush=True)
-                if out is not None:
-                    (out / "fsdp.json").write_text(json.dumps(results))
+                if kept is not None:
+                    kept.write_text(json.dumps(results))
     return results
 
 

@@ -122,16 +122,12 @@ def find_units(model: nn.Module, mesh: Mesh, meeting: Meeting) -> list[Unit]:
     """All units of a model sharded over two or more ranks. The custom all_gather of each is replaced.
 
     Raises:
-        InputError: FSDP treats a unit in a way that one-sided transfers do not cover.
-        WindowError: so it is on another rank.
+        WindowError: FSDP treats a unit in a way that one-sided transfers do not cover, here or on another rank.
     """
     looks: list[_Look] = []
     names = {module: name or "the root" for name, module in model.named_modules() if isinstance(module, FSDPModule)}
-    for module, name in names.items():
-        try:
-            module.set_custom_all_gather(_Recorder(module, looks))
-        except ValueError as error:
-            raise InputError(f"OnDemand: {name}: {error}") from None
+    for module in names:
+        module.set_custom_all_gather(_Recorder(module, looks))
     # Modules sharded together, fully_shard([a, b]), share the all_gather that was set last.
     together: dict[FSDPModule, list[FSDPModule]] = {}
     for module in names:

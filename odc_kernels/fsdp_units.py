@@ -69,14 +69,7 @@ class Sharded:
                 self._add_shown(unit, gather)
                 self._add_gradients(unit, offset)
 
-    def install(self) -> None:
-        """Put the transfers in FSDP's place."""
-        for unit, gather, push in zip(self._units, self._gathers, self._pushes, strict=True):
-            for module in unit.modules:
-                module.set_custom_all_gather(gather)
-                module.set_custom_reduce_scatter(push)
-        for parameter, _ in self._gradients:
-            self._remove.append(parameter.register_post_accumulate_grad_hook(_drop_gradient).remove)
+        self._install()
 
     def uninstall(self) -> None:
         """Let go of everything in the windows; gradients are gone."""
@@ -139,6 +132,14 @@ class Sharded:
         for window in (*self._windows.values(), self._accumulators):
             window.close()
 
+    def _install(self) -> None:
+        for unit, gather, push in zip(self._units, self._gathers, self._pushes, strict=True):
+            for module in unit.modules:
+                module.set_custom_all_gather(gather)
+                module.set_custom_reduce_scatter(push)
+        for parameter, _ in self._gradients:
+            self._remove.append(parameter.register_post_accumulate_grad_hook(_drop_gradient).remove)
+
     def _clear(self) -> None:
         for parameter, _ in self._gradients:
             parameter.grad = None
@@ -184,9 +185,6 @@ class Alone:
     def __init__(self, parameters: Sequence[DTensor], *, divisor: float) -> None:
         self._parameters = parameters
         self._divisor = divisor
-
-    def install(self) -> None:
-        """Nothing to do."""
 
     def uninstall(self) -> None:
         """Gradients are gone."""

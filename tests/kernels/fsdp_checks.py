@@ -18,8 +18,9 @@ from kernels.fsdp_models import (
     reference_step,
     relative_error,
 )
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import distribute_module
+from torch.distributed.tensor import Replicate, distribute_module, distribute_tensor
 
 from odc_kernels.fsdp import OnDemand
 from odc_kernels.fsdp_deferred import collective_deferred
@@ -102,6 +103,15 @@ def a_divide_factor_takes_the_place_of_the_number_of_ranks() -> None:
         for p in reference.parameters():
             p.grad *= world_size / 2
         assert relative_error(net, reference) < 1e-5
+
+
+def a_minibatch_without_microbatches_gives_zeros() -> None:
+    net = Case(frozen=True).shard(Case(frozen=True).build())
+    with OnDemand(net) as odc:
+        odc.end_of_minibatch()
+        for p in net.parameters():
+            assert p.grad is None if not p.requires_grad else not p.grad.full_tensor().any()
+        odc.publish()
 
 
 def training_follows_one_process() -> None:
@@ -208,6 +218,18 @@ def a_closed_model_is_fully_shards_again_and_may_be_opened_again() -> None:
                 odc.publish()
 
 
+def the_root_may_lie_inside_of_a_plain_module() -> None:
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    net, reference = torch.nn.Sequential(Case().shard(Case().build())), torch.nn.Sequential(Case().build())
+    plan = draw(4, world_size)
+    with OnDemand(net) as odc:
+        assert (sum(odc.window_bytes.values()) > 0) == (world_size > 1)
+        for microbatch in odc.minibatch(plan[rank]):
+            loss_of(net, microbatch).backward()
+        reference_step(reference, plan)
+        assert relative_error(net, reference) < 1e-5
+
+
 def evaluation_needs_no_equal_counts() -> None:
     world_size, rank = dist.get_world_size(), dist.get_rank()
     net, reference = Case().shard(Case().build()), Case().build()
@@ -292,6 +314,19 @@ def what_cannot_work_is_refused() -> None:
     distribute_module(net, mesh_of(world_size))
     with raises(InputError, "call fully_shard on it first"):
         OnDemand(net)
+    mesh = mesh_of(world_size)
+    net = Case().build()
+    whole = torch.nn.Parameter(distribute_tensor(net.embedding.weight.detach(), mesh, [Replicate()]))
+    net.embedding.weight = whole
+    fully_shard(net, mesh=mesh, ignored_params={whole})
+    with raises(InputError, "embedding.weight is placed as [Replicate()]", "expected a mesh of one dimension"):
+        OnDemand(net)
+    if world_size == 4:  # two ranks of four
+        net = Case().build()
+        mesh = init_device_mesh(device_type(), (2, 2, 1), mesh_dim_names=("a", "b", "c"))["b", "c"]
+        fully_shard(net, mesh=mesh)
+        with raises(InputError, "shards over 1 rank"):
+            OnDemand(net)
 
     net = Case().build()
     net.norm.weight = torch.nn.Parameter(net.norm.weight.bfloat16(), requires_grad=False)
@@ -453,13 +488,15 @@ EACH = [
     a_closed_model_is_fully_shards_again_and_may_be_opened_again,
     calls_in_the_wrong_order_are_refused,
     what_cannot_work_is_refused,
+    the_root_may_lie_inside_of_a_plain_module,
+    a_divide_factor_takes_the_place_of_the_number_of_ranks,
+    a_minibatch_without_microbatches_gives_zeros,
     collectives_may_be_deferred_to_once_a_minibatch,
 ]
 CHECKS = [
     *EACH,
     options_change_no_gradient,
     deterministic_gradients_repeat_bitwise,
-    a_divide_factor_takes_the_place_of_the_number_of_ranks,
     a_gradient_scaler_works_and_may_skip_a_step,
     several_models_in_one_process,
     evaluation_needs_no_equal_counts,

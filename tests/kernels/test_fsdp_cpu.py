@@ -15,6 +15,8 @@ torch = pytest.importorskip("torch", reason="torch is not installed; `make test-
 from kernels import fsdp_checks, fsdp_dying  # noqa: E402
 
 from odc_kernels import fsdp_bench  # noqa: E402
+from odc_kernels.fsdp_faults import Watch, identify  # noqa: E402
+from odc_kernels.fsdp_layout import Shard, Unit, _Reading  # noqa: E402
 from odc_kernels.ranks import run_ranks  # noqa: E402
 
 RUNS = {  # ranks: checks; those that depend on the number run with each
@@ -66,19 +68,50 @@ def test_uncaught_every_rank_ends_with_the_message(tmp_path):
     assert_nothing_is_left_behind()
 
 
+def test_a_buffer_that_is_not_the_parameters_one_after_another_is_refused():
+    place = {"owner": None, "attribute": "w", "offset": 0, "numel": 2}
+    unit = Unit(
+        name="blocks.0",
+        modules=(),
+        shards=(Shard(name="blocks.0.w", parameter=None, **place),),
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    for local, numbers, problem in (
+        (torch.ones(2), [1, 1], None),
+        (torch.ones(2), [1, 0], "blocks.0 is not gathered as its parameters one after another"),
+        (torch.ones(2), [1, 1, 0], "blocks.0 is not gathered as its parameters one after another"),
+        (torch.ones(2, device="meta"), [1, 1], "blocks.0.w is on meta; offloaded parameters are not supported"),
+    ):
+        reading = _Reading(
+            numbers=torch.tensor(numbers), dtype=torch.float32, device=torch.device("cpu"), locals=(local,)
+        )
+        found = reading.mismatch(unit, [0])
+        assert found is None if problem is None else found.startswith(problem), found
+
+
+def test_who_is_gone_before_the_watch_starts_is_not_watched():
+    people = [identify(), identify() | {"pid": 1 << 22}, identify() | {"place": "another host", "pid": 1}]
+    watch = Watch(people, ["rank 0", "rank 1", "rank 2"], timeout_s=1)
+    assert watch.dead() == []
+    watch.close()
+
+
 def test_the_benchmark_runs(tmp_path):
     fsdp_bench.main(["--tiny", "--ranks", "2", "--out", str(tmp_path)])
     result = json.loads((tmp_path / "fsdp.json").read_text())
     assert len(result["ranks"]) == 2
-    assert result["environment"]["packages"]["torch"]
-    for shape, modes in result["ranks"][0].items():
+    first = result["ranks"][0]
+    assert first.pop("environment")["packages"]["torch"]
+    assert set(first) == set(result["shapes"]) == set(fsdp_bench.SHAPES)
+    for shape, modes in first.items():
         assert set(modes) >= {"fsdp2", "odc"}
         assert modes["odc"]["window_bytes"] > modes["fsdp2"]["window_bytes"] == 0
         for mode, found in modes.items():
             samples = found["loss"] if shape == "equal" else found["seconds"]
             assert len(samples) in (2, 4), (shape, mode)
             assert min(samples) > 0
-    losses = [found["loss"] for found in result["ranks"][0]["equal"].values()]
+    losses = [found["loss"] for found in first["equal"].values()]
     for other in losses[1:]:
         assert other == pytest.approx(losses[0], rel=1e-3)
 

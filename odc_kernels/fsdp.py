@@ -10,7 +10,11 @@
         odc.publish()                                   # 3: in place of optimizer.zero_grad()
 
 Each rank reads the parameters it needs from the others and adds its gradients to theirs, without their help; ranks meet
-twice a minibatch. Gradients are what `fully_shard` gives: summed over microbatches, divided by the number of ranks.
+twice a minibatch. Gradients are what `fully_shard` gives: summed over microbatches, divided by the number of ranks. A
+rank that dies or stays away makes every other one raise, at the latest after `timeout_s` seconds, with its name.
+
+With torch.amp.GradScaler, call `scaler.scale(...)` once on every rank before the first step: it refuses to unscale on a
+rank that had no microbatch yet. `publish()` also after a step that it skipped.
 """
 
 from collections.abc import Iterable, Iterator

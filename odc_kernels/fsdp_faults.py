@@ -17,6 +17,8 @@ import torch.distributed as dist
 
 from odc_kernels.rendezvous import Rendezvous, WindowError
 
+NOTICE_S = 0.2
+"""A connection may end a moment before the process it belonged to."""
 POLL_S = 0.01
 POLL_SHARE = 0.01
 """Of the time waited so far: what a sleep between two looks may add to the wait."""
@@ -102,6 +104,24 @@ class Meeting(Rendezvous):
         super().__init__(group, timeout_s=timeout_s)
         names = [self.name(rank) for rank in range(self.world_size)]
         self.watch = Watch(self.exchange("start of OnDemand", identify()), names, timeout_s=timeout_s)
+
+    def exchange(
+        self, what: str, value: Any, *, problem: str | None = None, timeout_s: float | None = None
+    ) -> list[Any]:
+        """As of a rendezvous; the error also names ranks of this host that have died, such as the one with the store.
+
+        Raises:
+            WindowError: a rank passed a problem, died, or did not come within `timeout_s` seconds.
+        """
+        try:
+            return super().exchange(what, value, problem=problem, timeout_s=timeout_s)
+        except WindowError as error:
+            if "store of torch.distributed is gone" not in str(error):
+                raise
+            time.sleep(NOTICE_S)
+            if not (dead := self.watch.dead()):
+                raise
+            raise WindowError(f"{what}: {self.names(dead)} died, and with it the store: {error}") from None
 
     def require(self, what: str) -> None:
         """Raise if a rank of this host has died, also one that had come to the last meeting."""

@@ -95,11 +95,10 @@ def script(what: str) -> None:
         if rank == 1:
             die()
         time.sleep(60)
-    if rank == 1:
-        if what == "die":
-            die_at("push", net, odc)
-        else:
-            time.sleep(60)
+    if what == "interrupt" and rank == 1:
+        time.sleep(60)
+    if rank == {"die": 1, "die with the store": 0}.get(what):
+        die_at("push", net, odc)
     train(odc, net, minibatches=1)
 
 

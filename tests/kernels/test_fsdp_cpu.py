@@ -53,7 +53,7 @@ def test_a_killed_rank_is_named_wherever_it_dies(tmp_path):
 
 def test_uncaught_every_rank_ends_with_the_message(tmp_path):
     """As a user's own script: nothing catches the error, and rank 0 hosts the store."""
-    started = {what: start(what) for what in ("die", "hang", "interrupt")}
+    started = {what: start(what) for what in ("die", "die with the store", "hang", "interrupt")}
     for rank in started["interrupt"]:
         assert rank.stdout.readline() == "ready\n"
     time.sleep(0.5)  # rank 0 has come to the end of the minibatch and waits, rank 1 computes
@@ -61,8 +61,14 @@ def test_uncaught_every_rank_ends_with_the_message(tmp_path):
         rank.send_signal(signal.SIGINT)
     errors = {what: [finish(rank, 20) for rank in ranks] for what, ranks in started.items()}
     codes = {what: [rank.returncode for rank in ranks] for what, ranks in started.items()}
-    assert codes == {"die": [1, -signal.SIGKILL], "hang": [1, -signal.SIGKILL], "interrupt": [-signal.SIGINT] * 2}
+    assert codes == {
+        "die": [1, -signal.SIGKILL],
+        "die with the store": [-signal.SIGKILL, 1],
+        "hang": [1, -signal.SIGKILL],
+        "interrupt": [-signal.SIGINT] * 2,
+    }, errors
     assert "WindowError: end of minibatch 2: rank 0 waits for rank 1, which died" in errors["die"][0]
+    assert "WindowError: end of minibatch 2: rank 0 died, and with it the store" in errors["die with the store"][1]
     assert "optimizer step of minibatch 2: rank 1 died, and this rank was still in it 1.5 s later" in errors["hang"][0]
     assert all("KeyboardInterrupt" in error for error in errors["interrupt"])
     assert_nothing_is_left_behind()

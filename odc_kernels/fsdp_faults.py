@@ -103,7 +103,11 @@ class Meeting(Rendezvous):
     def __init__(self, group: dist.ProcessGroup, *, timeout_s: float) -> None:
         super().__init__(group, timeout_s=timeout_s)
         names = [self.name(rank) for rank in range(self.world_size)]
-        self.watch = Watch(self.exchange("start of OnDemand", identify()), names, timeout_s=timeout_s)
+        people = [identify()] * self.world_size  # until the others have said who they are
+        self.watch = Watch(people, names, timeout_s=timeout_s)
+        people = self.exchange("start of OnDemand", identify())
+        self.watch.close()
+        self.watch = Watch(people, names, timeout_s=timeout_s)
 
     def exchange(
         self, what: str, value: Any, *, problem: str | None = None, timeout_s: float | None = None
@@ -119,9 +123,9 @@ class Meeting(Rendezvous):
             if "store of torch.distributed is gone" not in str(error):
                 raise
             time.sleep(NOTICE_S)
-            if not (dead := self.watch.dead()):
-                raise
-            raise WindowError(f"{what}: {self.names(dead)} died, and with it the store: {error}") from None
+            dead = self.watch.dead()
+            died = f"{self.names(dead)} died, and with it the store: " if dead else ""
+            raise WindowError(f"{what}: {died}{error}") from None
 
     def require(self, what: str) -> None:
         """Raise if a rank of this host has died, also one that had come to the last meeting."""
@@ -134,9 +138,7 @@ class Meeting(Rendezvous):
         while not self._store.check(keys):
             waited_s = time.monotonic() - start
             missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-            watch = getattr(self, "watch", None)
-            dead = [rank for rank in watch.dead() if rank in missing] if watch is not None else []
-            if dead:
+            if dead := [rank for rank in self.watch.dead() if rank in missing]:
                 raise WindowError(f"{what}: {self.name(self.rank)} waits for {self.names(dead)}, which died")
             if missing and waited_s >= timeout_s:
                 raise WindowError(

@@ -11,10 +11,9 @@ from odc_sim import dealing
 from odc_sim.dealing import Batch, Dealt
 from odc_sim.errors import InputError, unknown_name
 from odc_sim.packing import overlong
-from odc_sim.partition import FloatArray, IntArray, bounds, integer_costs
-from odc_sim.plans import Nested, nest
+from odc_sim.partition import FloatArray, IntArray, integer_costs
 
-__all__ = ["POLICIES", "Layout", "Policy", "bounds", "lay_out", "plan_minibatches"]
+__all__ = ["POLICIES", "Layout", "Policy", "lay_out"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,21 +162,6 @@ def lay_out(
         microbatch_start=_starts([one.sizes for one in dealt]),
         rank_start=_starts([one.counts for one in dealt]),
     )
-
-
-def plan_minibatches(
-    policy_name: str,
-    minibatches: Sequence[IntArray],
-    lengths: IntArray,
-    world_size: int,
-    max_tokens: int,
-    sample_cost_s: Callable[[IntArray], FloatArray],
-    rng: np.random.Generator,
-    batch_minibatches: int = 4,
-) -> Nested:
-    """`lay_out` as nested lists: minibatch -> rank -> microbatch -> sample ids. Millions of samples: use `lay_out`."""
-    layout = lay_out(policy_name, minibatches, lengths, world_size, max_tokens, sample_cost_s, rng, batch_minibatches)
-    return nest(layout.sample_ids, layout.microbatch_start, layout.rank_start, world_size)
 
 
 def _starts(sizes: Sequence[npt.NDArray[np.int64]]) -> IntArray:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from odc_sim.errors import InputError
 from odc_sim.partition import bounds, integer_costs
-from odc_sim.plans import Plan, pad_microbatches, unequal_counts
-from odc_sim.policies import POLICIES, lay_out, plan_minibatches
+from odc_sim.plans import Plan, nest, pad_microbatches, unequal_counts
+from odc_sim.policies import POLICIES, lay_out
 
 NEEDS_EQUAL_SAMPLES = [name for name, policy in POLICIES.items() if policy.equal_samples]
 
@@ -28,7 +28,8 @@ def deal(policy, lengths, world_size, max_tokens=100, cost=tokens, seed=0, minib
     lengths = np.array(lengths, np.int64)
     minibatches = minibatches or [np.arange(lengths.size)]
     rng = np.random.default_rng(seed)
-    return plan_minibatches(policy, minibatches, lengths, world_size, max_tokens, cost, rng, batch_minibatches)
+    made = lay_out(policy, minibatches, lengths, world_size, max_tokens, cost, rng, batch_minibatches)
+    return nest(made.sample_ids, made.microbatch_start, made.rank_start, world_size)
 
 
 def refuse(*args, **kwargs):
@@ -224,7 +225,7 @@ def test_bad_arguments_are_refused(changes, message):
 
 def test_no_minibatches_are_refused():
     with pytest.raises(InputError, match="got no minibatches: expected at least one"):
-        plan_minibatches("none", [], np.array([1]), 1, 10, tokens, np.random.default_rng(0))
+        lay_out("none", [], np.array([1]), 1, 10, tokens, np.random.default_rng(0))
 
 
 def test_errors_name_the_minibatch():

@@ -5,6 +5,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from odc_sim.durations import CAUSES
 from odc_sim.header import write_bytes
 
@@ -92,13 +94,17 @@ def save_png(figure: "Figure", path: str | Path) -> None:
     Raises:
         InputError: the path is a directory, or cannot be written.
     """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from PIL import Image
 
-    raw = io.BytesIO()
-    figure.savefig(raw, format="png", dpi=DPI)
+    # drawn into memory rather than saved and read back, which takes as long as drawing
+    figure.set_dpi(DPI)
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()  # type: ignore[no-untyped-call]
+    pixels = np.asarray(canvas.buffer_rgba())  # type: ignore[no-untyped-call]
+    image = Image.fromarray(pixels[:, :, :3])
     small = io.BytesIO()
     # flat colours: 128 of them look the same and take a third of the bytes
-    with Image.open(raw) as image:
-        reduced = image.convert("RGB").quantize(128, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
-        reduced.save(small, format="png", optimize=True)
+    reduced = image.quantize(128, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    reduced.save(small, format="png", compress_level=7)
     write_bytes(path, small.getvalue())

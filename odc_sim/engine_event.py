@@ -1,7 +1,7 @@
 """The reference engine: plays every rank's stream program in SimPy.
 
 Each stream of each rank is a process that runs its operations in order; collectives start when the last rank has
-arrived and their communicator is free; one-sided transfers can share ports (`ports.py`). About 0.1 million
+arrived and their communicator is free; one-sided transfers can share ports (`ports.py`). About 10,000 to 30,000
 device-layers a second: use it for small cases, timelines and as the yardstick of the fast engine.
 """
 

@@ -204,7 +204,7 @@ def test_ctrl_c_leaves_nothing_half_written(tmp_path):
     process = subprocess.Popen(
         command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-    time.sleep(4.0)
+    time.sleep(7.0)  # past the imports on a slow machine, far from the end
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors

@@ -276,7 +276,7 @@ def _results(
             schedule,
             policy,
             plans[policy],
-            executed.get((schedule.name, policy)),
+            executed[schedule.name, policy],
             baseline_s,
             transfers[schedule.name],
         )
@@ -378,12 +378,11 @@ def _row(
     schedule: Schedule,
     policy: str,
     plan: Plan | str,
-    run: Executed | None,
+    run: Executed,
     baseline_s: NDArray[np.float64],
     transfers: TransferCosts,
 ) -> Row:
-    assert isinstance(plan, Plan)
-    assert run is not None
+    assert isinstance(plan, Plan)  # what was executed was planned
     study, devices = inputs.study, inputs.study.devices
     used = plan.sample_ids
     seconds = float(run.makespan_s.sum()) * devices

@@ -17,6 +17,7 @@ from odc_sim.header import check_header, read_json, show, write_json
 TransferOp = Literal["all_gather", "reduce_scatter", "gather", "scatter_accumulate"]
 ComputeUnit = Literal["layer", "head_loss", "embedding"]
 Direction = Literal["forward", "backward", "backward_recompute"]
+CopyOp = Literal["copy_in", "copy_out", "pack", "add", "hold"]
 
 
 class _Check(NamedTuple):
@@ -63,6 +64,23 @@ class TransferSample:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class CopySample:
+    """One of FSDP2's own copies, bf16 parameters and fp32 gradients: see `transfers.TransferCosts` for each."""
+
+    op: CopyOp
+    elements: Size
+    """Of the rank's shard for copy_in and add, of the whole unit for copy_out, pack and hold."""
+    dtype: str
+    """Of what is gathered."""
+    p20_s: Seconds
+    p50_s: Seconds
+    p80_s: Seconds
+    samples: Count
+    flagged: bool
+    """Noisy: not to be used."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ComputeSample:
     """One unit of one model on one microbatch with these sample lengths."""
 
@@ -75,6 +93,8 @@ class ComputeSample:
     p50_s: Seconds
     p80_s: Seconds
     samples: Count
+    flagged: bool = False
+    """Noisy, or different when repeated: not used in a fit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,6 +153,7 @@ class Calibration:
     seed: int | None
     environment: dict[str, Any]
     transfers: tuple[TransferSample, ...] = ()
+    copies: tuple[CopySample, ...] = ()
     compute: tuple[ComputeSample, ...] = ()
     fits: tuple[Fit, ...] = ()
     optimizer: tuple[OptimizerSample, ...] = ()
@@ -174,6 +195,8 @@ def _check_consistency(calibration: Calibration, path: str | Path) -> None:
                     f"{where}.{name}: got {slowdown:.3g}, expected >= 1 or flagged = true: "
                     "a slowdown below 1 is a measuring error; measure again"
                 )
+    for i, copy in enumerate(calibration.copies):
+        _check_order(f"{path}: copies[{i}]", copy)
     for i, compute in enumerate(calibration.compute):
         _check_order(f"{path}: compute[{i}]", compute)
         total = sum(compute.lengths)
@@ -185,7 +208,7 @@ def _check_consistency(calibration: Calibration, path: str | Path) -> None:
             raise InputError(f"{path}: fits[{i}].valid_tokens: got [{low}, {high}], expected [least, most]")
 
 
-def _check_order(where: str, sample: TransferSample | ComputeSample) -> None:
+def _check_order(where: str, sample: TransferSample | CopySample | ComputeSample) -> None:
     if not sample.p20_s <= sample.p50_s <= sample.p80_s:
         raise InputError(
             f"{where}: got p20_s {sample.p20_s:g}, p50_s {sample.p50_s:g}, p80_s {sample.p80_s:g}, "

@@ -7,10 +7,13 @@ from statistics import median
 
 from odc_sim.calibration import Calibration, TransferSample, load_calibration
 from odc_sim.hardware import Cluster, Host, Overlap, Slowdown, builtin_hardware, load_cluster
+from odc_sim.transfers import used
 
 # A slowdown is a rate, so it is read where transfers are long enough not to be all latency: shards of a layer's size,
 # or the largest that there are.
 LEAST_BYTES_FOR_SLOWDOWN = 16 << 20
+LEAST_SLOWDOWN = 0.95
+"""What noise can make of a slowdown of 1: reports/kernels-h200 trusts the method to 3 to 4 %."""
 OPS = {"collective": ("all_gather", "reduce_scatter"), "odc": ("gather", "scatter_accumulate")}
 
 
@@ -102,10 +105,17 @@ def _fastest(rows: list[TransferSample]) -> list[TransferSample]:
     return list(best.values())
 
 
+def _plausible(row: TransferSample) -> bool:
+    """Whether it was timed beside compute, and neither got much faster by it."""
+    slowdowns = (row.slowdown_transfer, row.slowdown_compute)
+    return all(slowdown is not None and slowdown >= LEAST_SLOWDOWN for slowdown in slowdowns)
+
+
 def _overlap(calibration: Calibration, transport: str, default: Overlap) -> Overlap:
+    """A slowdown a little below 1 is one of about 1, seen through noise: it counts as 1, not as unknown."""
     slowdowns: list[Slowdown] = []
     for op, fallback in zip(OPS[transport], (default.unshard, default.reduce), strict=True):
-        rows = _fastest([r for r in calibration.transfers if r.op == op and not r.flagged and r.overlapped_p50_s])
+        rows = _fastest([r for r in calibration.transfers if used(r, op) and _plausible(r)])
         transfer = [row.slowdown_transfer for row in rows if row.slowdown_transfer is not None]
         compute = [row.slowdown_compute for row in rows if row.slowdown_compute is not None]
         slowdowns.append(

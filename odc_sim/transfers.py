@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from odc_sim.calibration import Calibration, TransferSample
+from odc_sim.calibration import Calibration, CopyOp, TransferSample
 from odc_sim.hardware import Cluster
 from odc_sim.topology import Collectives, Topology, Traffic, make_topology
 
@@ -88,7 +88,7 @@ class TransferCosts:
     traffic: Traffic
     """The bytes behind gather_s and reduce_s, and how they divide over the topology."""
     provenance: Provenance
-    """Of gather_s and reduce_s. The copies are always analytic."""
+    """The weakest of gather_s, reduce_s and the copies."""
     optimizer_provenance: Provenance
 
     def free(self) -> "TransferCosts":
@@ -124,8 +124,16 @@ def transfer_costs(
     def per_unit(pair_s: Array) -> Array:
         return np.concatenate([pair_s[:1], np.repeat(pair_s[1:], model.layers)]) * distributed
 
-    def copy_s(elements: Array, bytes_per_element: int, efficiency: float) -> Array:
-        return per_unit(elements * bytes_per_element / (cluster.device.hbm_bytes_per_s * efficiency))
+    copy_provenances: list[Provenance] = []
+
+    def copy_s(op: CopyOp, elements: Array, bytes_per_element: int, efficiency: float) -> Array:
+        measured = _copies(calibration, op, gather_dtype) if reduce_dtype == "fp32" else []
+        if not measured:
+            copy_provenances.append("analytic")
+            return per_unit(elements * bytes_per_element / (cluster.device.hbm_bytes_per_s * efficiency))
+        seconds, inside = _interpolate(*_best(measured), elements)
+        copy_provenances.append("measured" if inside else "extrapolated")
+        return per_unit(seconds)
 
     timed = _Timing(cluster, topology, one_sided, calibration)
     gather, gather_provenance = timed.measure("gather" if one_sided else "all_gather", shard_elements * gather_bytes)
@@ -133,16 +141,19 @@ def transfer_costs(
         "scatter_accumulate" if one_sided else "reduce_scatter", shard_elements * reduce_bytes
     )
     optimizer_s, publish_s, optimizer_provenance = _optimizer(model, cluster, world_size, one_sided, calibration)
+    copies_s = {
+        # bf16: cast the fp32 shard (4 + 2), then copy it (2 + 2). fp32: copy only (4 + 4).
+        "copy_in_s": copy_s("copy_in", shard_elements, 10 if bf16 else 8, COPY_IN_EFFICIENCY),
+        # bf16: 2 + 2. fp32: copy (4 + 4), then cast (4 + 2).
+        "copy_out_s": copy_s("copy_out", unit_elements, 4 if bf16 else 14, COPY_OUT_EFFICIENCY),
+        "pack_s": copy_s("pack", unit_elements, 2 + reduce_bytes, PACK_EFFICIENCY),
+        "add_s": copy_s("add", shard_elements, 8 + reduce_bytes, ADD_EFFICIENCY),
+        "hold_s": copy_s("hold", unit_elements, 2 + 4 + 4, HOLD_EFFICIENCY),
+    }
     return TransferCosts(
         gather_s=per_unit(gather.seconds),
         reduce_s=per_unit(reduce.seconds),
-        # bf16: cast the fp32 shard (4 + 2), then copy it (2 + 2). fp32: copy only (4 + 4).
-        copy_in_s=copy_s(shard_elements, 10 if bf16 else 8, COPY_IN_EFFICIENCY),
-        # bf16: 2 + 2. fp32: copy (4 + 4), then cast (4 + 2).
-        copy_out_s=copy_s(unit_elements, 4 if bf16 else 14, COPY_OUT_EFFICIENCY),
-        pack_s=copy_s(unit_elements, 2 + reduce_bytes, PACK_EFFICIENCY),
-        add_s=copy_s(shard_elements, 8 + reduce_bytes, ADD_EFFICIENCY),
-        hold_s=copy_s(unit_elements, 2 + 4 + 4, HOLD_EFFICIENCY),
+        **copies_s,
         optimizer_s=optimizer_s,
         publish_s=publish_s,
         traffic=Traffic(
@@ -154,7 +165,7 @@ def transfer_costs(
             gather_network_s=per_unit(gather.network_s),
             reduce_network_s=per_unit(reduce.network_s),
         ),
-        provenance=_weakest([gather_provenance, reduce_provenance]) if distributed else "analytic",
+        provenance=_weakest([gather_provenance, reduce_provenance, *copy_provenances]) if distributed else "analytic",
         optimizer_provenance=optimizer_provenance,
     )
 
@@ -182,7 +193,7 @@ class _Timing:
     def measure(self, op: str, shard_bytes: Array) -> tuple[_Times, Provenance]:
         """Seconds of `op` for shards of these sizes [units], and the weakest provenance among them."""
         world_size = self.topology.world_size
-        samples = [] if self.calibration is None else [s for s in self.calibration.transfers if s.op == op]
+        samples = [] if self.calibration is None else [s for s in self.calibration.transfers if used(s, op)]
         samples = _nearest_world(samples, world_size)
         if not samples:
             return self._across(self._links_s(shard_bytes, self._inside_peers()), shard_bytes), "analytic"
@@ -266,6 +277,17 @@ def _optimizer(
     publishes = [(float(s.parameters), s.publish_s) for s in samples if s.publish_s]
     publish_s, publish_provenance = best_known(publishes, PUBLISH_BYTES, PUBLISH_EFFICIENCY)
     return step_s, publish_s, _weakest([step_provenance, publish_provenance])
+
+
+def used(sample: TransferSample, op: str) -> bool:
+    """Whether training moves `op` this way: not by slots of the deterministic mode, nor from another dtype."""
+    return sample.op == op and not any(part in sample.backend for part in ("deterministic", "overwrite", "from-bf16"))
+
+
+def _copies(calibration: Calibration | None, op: CopyOp, gather_dtype: Dtype) -> list[tuple[float, float]]:
+    """Pairs of elements and seconds that were measured."""
+    samples = () if calibration is None else calibration.copies
+    return [(float(s.elements), s.p50_s) for s in samples if (s.op, s.dtype, s.flagged) == (op, gather_dtype, False)]
 
 
 def _nearest_world(samples: list[TransferSample], world_size: int) -> list[TransferSample]:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from odc_sim.hardware import load_cluster
 from odc_sim.machine import load_machine
 
 SMALL = Path(__file__).parent / "data" / "calibration-small.json"
@@ -35,6 +36,18 @@ def test_slowdowns_come_from_the_calibration():
     collective = load_machine(str(SMALL)).cluster.overlap["collective"]
     assert collective.unshard.transfer == pytest.approx(2.0)
     assert collective.source.startswith("the calibration")
+
+
+def test_a_slowdown_a_little_below_one_counts_as_one_and_one_far_below_as_unknown(tmp_path):
+    data = json.loads(SMALL.read_text())
+    for row in data["transfers"]:
+        if row["op"] in ("gather", "scatter_accumulate") and row["overlapped_p50_s"]:
+            row |= {"slowdown_compute": 0.97 if row["op"] == "gather" else 0.8, "flagged": True}
+    (tmp_path / "mine.json").write_text(json.dumps(data))
+    machine = load_machine(str(tmp_path / "mine.json"))
+    overlap = machine.cluster.overlap["odc"]
+    assert (overlap.unshard.transfer, overlap.unshard.compute) == (1.0, 1.0)
+    assert overlap.reduce == load_cluster(machine.cluster.name.removesuffix(", calibrated")).overlap["odc"].reduce
 
 
 def test_memory_comes_from_the_calibration_where_it_says(tmp_path):

@@ -139,6 +139,33 @@ def test_measured_sizes_give_the_measured_times():
     assert c.provenance == "measured"
 
 
+def test_copies_come_from_the_calibration_by_their_elements():
+    shape = Shape(layers=1, layer_parameters=4_000_000, root_parameters=400_000_000)
+    c = costs(shape, H200, 4, one_sided=False, calibration=SMALL)
+    # seconds = elements / rate; of a unit for copy_out, pack and hold, of a quarter for copy_in and add
+    assert [getattr(c, name)[1] for name in COPIES] == pytest.approx([1e-6, 4e-6, 8e-6, 2e-6, 16e-6])
+    assert c.copy_out_s[0] == pytest.approx(4e-4)  # beyond the table
+    assert c.provenance == "extrapolated"
+
+
+def test_copies_that_were_not_measured_or_are_noisy_make_transfers_analytic():
+    noisy = replace(SMALL, copies=tuple(replace(s, flagged=s.op == "pack") for s in SMALL.copies))
+    for calibration in (noisy, replace(SMALL, copies=())):
+        shape = Shape(layers=1, layer_parameters=16_000_000, root_parameters=16_000_000)
+        c = costs(shape, H200, 4, gather_dtype="fp32", calibration=calibration)
+        assert c.gather_s[1] == pytest.approx(8e-4)
+        assert c.pack_s[1] == pytest.approx(16e6 * 6 / (4.8e12 * 0.396))
+        assert c.provenance == "analytic"
+
+
+def test_ways_that_training_does_not_use_are_passed_over():
+    quick = tuple(replace(s, backend="cuda-copy-overwrite", p50_s=s.p20_s / 2) for s in SMALL.transfers)
+    more = replace(SMALL, transfers=SMALL.transfers + quick)
+    shape = Shape(layers=1, layer_parameters=16_000_000, root_parameters=16_000_000)
+    c = costs(shape, H200, 4, gather_dtype="fp32", one_sided=True, calibration=more)
+    assert c.reduce_s[1] == pytest.approx(8e-4)
+
+
 def test_one_sided_times_come_from_their_own_rows_and_the_fastest_backend():
     c = calibrated(1_000_000, one_sided=True)
     assert c.gather_s[1] == pytest.approx(4e-5)  # the second backend, at this size only

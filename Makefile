@@ -52,6 +52,6 @@ clean:
 .venv-kernels/installed: pyproject.toml | .venv/pyvenv.cfg
 	$(PYTHON) -m venv .venv-kernels
 	echo '*' > .venv-kernels/.gitignore
-	.venv-kernels/bin/python -m pip install --quiet --disable-pip-version-check -e . torch==2.13.0 triton==3.9.0 \
+	.venv-kernels/bin/python -m pip install --quiet --disable-pip-version-check -e . torch==2.13.0 triton==3.9.0 transformers==5.17.0 \
 	  'numpy>=2.4,<2.5' 'coverage>=7.10' pytest pytest-cov
 	touch $@

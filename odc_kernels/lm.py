@@ -121,9 +121,7 @@ class CausalLm(nn.Module):
         labels = batch.tokens[0].roll(-1)
         size = self._chunked_loss_tokens or hidden.shape[1]
         total = hidden.new_zeros((), dtype=torch.float32)
-        for h, label, weight in zip(
-            hidden[0].split(size), labels.split(size), batch.weights.split(size), strict=True
-        ):
+        for h, label, weight in zip(hidden[0].split(size), labels.split(size), batch.weights.split(size), strict=True):
             total = total + checkpoint(self._chunk_loss, h, label, weight, use_reentrant=False)
         return total
 
@@ -182,9 +180,7 @@ def build_lm(
     else:
         torch.manual_seed(seed)
         with device:
-            made = transformers.AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation=varlen.NAME
-            )
+            made = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=varlen.NAME)
     made.train()
     if recompute:
         made.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

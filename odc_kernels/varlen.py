@@ -5,6 +5,7 @@ attention, on CPUs one causal attention a sample.
 """
 
 import inspect
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -75,7 +76,7 @@ def packed_attention(
         return _flash(query, key, value, starts, longest, scale)
     parts = []
     edges = starts.tolist()
-    for begin, end in zip(edges[:-1], edges[1:], strict=True):
+    for begin, end in pairwise(edges):
         q, k, v = (part[begin:end].transpose(0, 1)[None] for part in (query, key, value))
         out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
         parts.append(out[0].transpose(0, 1))

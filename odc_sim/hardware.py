@@ -110,6 +110,8 @@ class Cluster:
     overlap: Mapping[Transport, Overlap]
     host: Host
     efficiency: Efficiency
+    calibration: str | None = None
+    """A file of traces/calibration whose measurements replace these numbers."""
 
 
 # What a file that does not give [efficiency] gets: the A100 fractions of hardware_data/a100-nvswitch-roce.toml.
@@ -140,6 +142,7 @@ class _Section(_Table):
 class _ClusterSection(_Section):
     name: Text
     devices_per_node: Count
+    calibration: Text | None = Field(default=None, description="the name of a file in traces/calibration")
 
 
 class _DeviceSection(_Section):
@@ -280,6 +283,7 @@ def _build(file: _ClusterFile) -> Cluster:
         name=file.cluster.name,
         devices_per_node=file.cluster.devices_per_node,
         source=file.cluster.source,
+        calibration=file.cluster.calibration,
         device=Device(**{**device.model_dump(), "memory_bytes": int(device.memory_bytes)}),
         intra=Link(
             bytes_per_s=intra.bytes_per_s,

@@ -4,8 +4,10 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from odc_sim.calibration import Calibration, TransferSample, load_calibration
+from odc_sim.datafiles import data_dir
 from odc_sim.hardware import Cluster, Host, Overlap, Slowdown, builtin_hardware, load_cluster
 from odc_sim.transfers import used
 
@@ -38,7 +40,12 @@ def load_machine(name_or_path: str) -> Machine:
         cluster = load_cluster(name_or_path)
         # a user's file goes by its own name: the one inside is often that of the file it was copied from
         name = cluster.name if name_or_path in builtin_hardware() else Path(name_or_path).stem
-        return Machine(name=name, cluster=cluster, calibration=None)
+        if cluster.calibration is None:
+            return Machine(name=name, cluster=cluster, calibration=None)
+        calibration = load_calibration(data_dir("traces") / "calibration" / cluster.calibration)
+        measured = replace(_put_in(calibration, cluster), name=cluster.name)
+        note = f"calibration: {cluster.calibration}, measured {calibration.created[:10]}; `odc calibrate` measures yours"
+        return Machine(name=name, cluster=measured, calibration=calibration, note=note)
     calibration = load_calibration(name_or_path)
     cluster = _calibrated(calibration)
     device, like = cluster.device, cluster.name.removesuffix(", calibrated")
@@ -50,11 +57,19 @@ def load_machine(name_or_path: str) -> Machine:
 
 
 def _calibrated(calibration: Calibration) -> Cluster:
-    """The built-in cluster of the same GPU with what was measured put in; a calibration has no memory size or links."""
+    """The built-in cluster of the same GPU with what was measured put in."""
+    return _put_in(calibration, load_cluster(_built_in_like(str(_gpu(calibration).get("name", "")))))
+
+
+def _gpu(calibration: Calibration) -> dict[str, Any]:
     recorded = calibration.environment.get("gpu", "")
-    fields = recorded if isinstance(recorded, dict) else {"name": recorded}
+    return recorded if isinstance(recorded, dict) else {"name": recorded}
+
+
+def _put_in(calibration: Calibration, base: Cluster) -> Cluster:
+    """`base` with what was measured in place of its own numbers; links and the network stay."""
+    fields = _gpu(calibration)
     gpu = str(fields.get("name", ""))
-    base = load_cluster(_built_in_like(gpu))
     memory_bytes = fields.get("memory_bytes")
     if not isinstance(memory_bytes, int) or memory_bytes <= 0:
         memory_bytes = base.device.memory_bytes

@@ -56,6 +56,8 @@ class TransferSample:
     """The pair alone / overlapped is not to be trusted, as when a slowdown came out below 1."""
     overlapped_p50_s: Seconds | None = None
     slowdown_compute: Positive | None = None
+    beside_gemm_s: Seconds | None = None
+    """Of one of the matrix products beside it, alone: a kernel that moves data may have to wait for one to end."""
 
     @property
     def slowdown_transfer(self) -> float | None:
@@ -95,6 +97,8 @@ class ComputeSample:
     samples: Count
     flagged: bool = False
     """Noisy, or different when repeated: not used in a fit."""
+    heldout: bool = False
+    """Kept out of the fit, to check it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,6 +118,8 @@ class Fit:
     valid_tokens: tuple[TokenCount, TokenCount]
     max_rel_error: NotNegative
     heldout_max_rel_error: NotNegative
+    repeat_rel_spread: NotNegative | None = None
+    """How far two fits, each of one of the two times that everything was measured, are apart at most."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

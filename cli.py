@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from odc_sim.api import Progress, Simulation
+    from odc_sim.doctor import Check
     from odc_sim.study import Study
 
 app = typer.Typer(
@@ -491,6 +492,44 @@ def sweep(
             command=_command(),
             console=_console(),
         )
+
+
+@app.command()
+def doctor(json_output: Annotated[bool, Option("--json", help="for machines")] = False) -> None:
+    """What works on this machine, and what to do about the rest. Exit code 1: something that is needed does not work.
+
+    Example:  odc doctor
+    """
+    from dataclasses import asdict
+
+    from odc_sim import doctor as simulator
+    from odc_sim.header import header
+
+    found = []
+    for check in _checks():
+        found.append(check)
+        if not json_output:
+            typer.echo(simulator.line(check))
+    code = simulator.exit_code(found)
+    if json_output:
+        _echo_json({**header(_command(), None), "exit_code": code, "checks": [asdict(check) for check in found]})
+    raise typer.Exit(code)
+
+
+def _checks() -> "Iterator[Check]":
+    import importlib.util
+
+    from odc_sim import doctor as simulator
+
+    yield from simulator.simulator_checks()
+    absent = importlib.util.find_spec("torch") is None
+    problem = None if absent else simulator.importing("torch")
+    if absent or problem:
+        yield simulator.without_torch(problem)
+        return
+    from odc_kernels.doctor import machine_checks
+
+    yield from machine_checks()
 
 
 def _echo_json(data: Any) -> None:

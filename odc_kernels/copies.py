@@ -53,6 +53,11 @@ def copy_batch(targets: Sequence[int], sources: Sequence[int], num_bytes: int, d
     return True  # pragma: cuda-only
 
 
+def driver_has_batches() -> bool:
+    """Whether the driver of this machine knows cuMemcpyBatchAsync in the form used here."""
+    return _driver() is not None
+
+
 @functools.cache
 def _driver() -> Any:  # pragma: cuda-only
     try:

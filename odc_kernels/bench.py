@@ -12,7 +12,7 @@ own transfers only) and environment.json, then tables and plots made from them.
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -28,10 +28,11 @@ from odc_kernels.bench_cases import (
     gather_cases,
     pieces_case,
     reduce_scatter_case,
+    rotation,
     scatter_case,
 )
 from odc_kernels.bench_files import LARGE_GEMM, Recorder, make_beside_row, make_row
-from odc_kernels.overlap import time_beside
+from odc_kernels.overlap import product, time_beside
 from odc_kernels.ranks import run_ranks
 from odc_kernels.scatter_accumulate import accumulator_numel
 from odc_kernels.timing import summarize, time_alone
@@ -49,7 +50,6 @@ PIECES = (1, 2, 4, 8)
 """How many copies a gather makes, tried at one size: those of 2, 3, 5 and 9 ranks."""
 GEMM_SIZES = (LARGE_GEMM, 4096)
 """Products of about 1.4 and 0.2 ms on an H200: kernels wait for the multiprocessors until one ends."""
-CPU_CACHE_BYTES = 32 << 20
 BF16_BYTES, FP32_BYTES = 2, 4
 
 
@@ -104,7 +104,7 @@ def bench(rank: int, options: Options) -> None:
     """One rank's part of the whole run; rank 0 writes the files, after every size anew."""
     device = torch.device("cpu") if options.backend == "cpu" else torch.device("cuda", torch.cuda.current_device())
     world_size = dist.get_world_size()
-    sizes = [(num_bytes, _slots(num_bytes, world_size, device)) for num_bytes in options.sizes_bytes]
+    sizes = [(num_bytes, rotation(num_bytes, world_size, device)) for num_bytes in options.sizes_bytes]
     capacity_bytes = max(num_bytes * slots for num_bytes, slots in sizes)
     capacity, accumulated = capacity_bytes // BF16_BYTES, capacity_bytes // FP32_BYTES
     slotted = accumulator_numel(accumulated, world_size, deterministic=True)
@@ -158,7 +158,7 @@ class _Measure:
         self._options = options
         self._device = device
         self.recorder = recorder
-        self._gemms = {size: _gemm(size, device) for size in GEMM_SIZES} if options.beside else {}
+        self._gemms = {size: product(size, device) for size in GEMM_SIZES} if options.beside else {}
 
     def __call__(self, cases: list[Case], num_bytes: int) -> None:
         # On a stream of its own, as in FSDP2; copy-engine collectives and batches of copies refuse the default one.
@@ -178,20 +178,6 @@ class _Measure:
                     beside.append(make_beside_row(case, num_bytes, size, time_beside(case.call, gemm, self._device)))
             alone = summarize(samples)
             self.recorder.add(make_row(case, num_bytes, alone), alone, beside)
-
-
-def _gemm(size: int, device: torch.device) -> Callable[[], None]:  # pragma: cuda-only
-    """The compute beside transfers: a square bf16 matrix product of random numbers."""
-    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
-    return partial(torch.mm, a, b, out=torch.empty_like(a))
-
-
-def _slots(num_bytes: int, world_size: int, device: torch.device) -> int:
-    """How many places to rotate through: four times the last-level cache in all, at least 2, at most 512."""
-    cache_bytes = CPU_CACHE_BYTES
-    if device.type == "cuda":  # pragma: cuda-only
-        cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
-    return min(512, max(2, -(-4 * cache_bytes // (num_bytes * world_size))))
 
 
 def _cases(

@@ -22,6 +22,8 @@ from odc_kernels.timing import Call
 from odc_kernels.window import Window
 from odc_sim.calibration import TransferOp
 
+CPU_CACHE_BYTES = 32 << 20
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
@@ -63,6 +65,14 @@ class Buffers:
         buffers.published.normal_(generator=generator)
         buffers.gradients.normal_(generator=generator)
         return buffers
+
+
+def rotation(num_bytes: int, world_size: int, device: torch.device, *, least: int = 2) -> int:
+    """How many places to rotate through: four times the last-level cache in all, at least `least`, at most 512."""
+    cache_bytes = CPU_CACHE_BYTES
+    if device.type == "cuda":  # pragma: cuda-only
+        cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+    return min(512, max(least, -(-4 * cache_bytes // (num_bytes * world_size))))
 
 
 def all_gather_case(

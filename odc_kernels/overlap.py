@@ -14,6 +14,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -78,6 +79,12 @@ def _mean(intervals: Sequence[Interval]) -> float | None:
     return statistics.mean(stop - start for start, stop in intervals) if intervals else None
 
 
+def product(size: int, device: torch.device) -> Callable[[], None]:
+    """The compute beside transfers: a square bf16 matrix product of random numbers."""
+    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    return partial(torch.mm, a, b, out=torch.empty_like(a))
+
+
 def time_beside(
     call: Call, gemm: Callable[[], None], device: torch.device, *, rounds: int = 5, phase_s: float = 0.03
 ) -> Beside:  # pragma: cuda-only
@@ -98,6 +105,9 @@ def time_beside(
         if number > 0 and None not in means:  # the first round served to learn how many calls fill a phase
             found.append(means)
         beside_s = agree_max(means.transfer_beside_s or beside_s, device)
+    # together, or the others would wait for this rank in the next agreement
+    if agree_max(float(not found), device):
+        raise RuntimeError("no product ran wholly beside transfers: the host enqueues too slowly for both")
     transfer_s, product_s, product_alone_s = (
         agree_max(statistics.median(values), device) for values in zip(*found, strict=True)
     )

@@ -19,9 +19,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.functional import cross_entropy
-from torch.utils.checkpoint import checkpoint
 
 from odc_kernels import varlen
+from odc_kernels.recompute import recompute as run_again
+from odc_kernels.recompute import recompute_forward
 from odc_sim.errors import InputError
 from odc_sim.models import ModelSpec, load_model
 
@@ -122,7 +123,7 @@ class CausalLm(nn.Module):
         size = self._chunked_loss_tokens or hidden.shape[1]
         total = hidden.new_zeros((), dtype=torch.float32)
         for h, label, weight in zip(hidden[0].split(size), labels.split(size), batch.weights.split(size), strict=True):
-            total = total + checkpoint(self._chunk_loss, h, label, weight, use_reentrant=False)
+            total = total + run_again(self._chunk_loss, h, label, weight)
         return total
 
     def forward(self, batch: PackedBatch) -> torch.Tensor:
@@ -181,10 +182,11 @@ def build_lm(
         torch.manual_seed(seed)
         with device:
             made = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=varlen.NAME)
-    made.train()
+    lm = CausalLm(made.train(), spec, chunked_loss_tokens=chunked_loss_tokens)
     if recompute:
-        made.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return CausalLm(made, spec, chunked_loss_tokens=chunked_loss_tokens)
+        for layer in lm.layers:
+            recompute_forward(layer)
+    return lm
 
 
 def shard(

@@ -27,7 +27,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from odc_kernels.fsdp_comm import StockGather, StockReduceScatter
+from odc_kernels.fsdp_comm import Observe, StockGather, StockReduceScatter
 from odc_kernels.fsdp_faults import Meeting
 from odc_kernels.fsdp_layout import find_mesh, find_units
 from odc_kernels.fsdp_units import Alone, Sharded
@@ -52,6 +52,7 @@ class OnDemand:
         overlap: let the next forward of a minibatch run beside the last pushes of this backward. The gradients of the
             last unit (the root) then stay in memory until the next backward.
         local_sum: keep gradients on each rank and push them once, in the last microbatch: 4 bytes a parameter a rank.
+        observe: called with each unit's two transfers; what it returns is called in their place (to time them, say).
 
     Raises:
         InputError: the model is sharded in a way that this does not cover.
@@ -67,6 +68,7 @@ class OnDemand:
         deterministic: bool = False,
         overlap: bool = True,
         local_sum: bool = False,
+        observe: Observe | None = None,
     ) -> None:
         mesh = find_mesh(model)
         self._overlap = overlap
@@ -92,7 +94,14 @@ class OnDemand:
                 self._state = Alone(self._parameters, divisor=divisor)
             else:
                 units = find_units(model, mesh, self._meeting)
-                self._state = Sharded(units, mesh, deterministic=deterministic, divisor=divisor, timeout_s=timeout_s)
+                self._state = Sharded(
+                    units,
+                    mesh,
+                    deterministic=deterministic,
+                    divisor=divisor,
+                    timeout_s=timeout_s,
+                    observe=observe,
+                )
                 self._restrain(True)
             self._state.publish()
             self._meet("open of OnDemand")

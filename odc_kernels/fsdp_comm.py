@@ -4,17 +4,36 @@ Neither waits for another rank. Both run on the streams FSDP2 gives them, so its
 """
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
 from odc_kernels.fsdp_layout import Unit
 from odc_kernels.gather import gather
 from odc_kernels.scatter_accumulate import scatter_accumulate
 from odc_kernels.window import Window
 from odc_sim.errors import InputError
+
+
+class Transfer(Protocol):
+    """What FSDP2 calls in place of all_gather or reduce_scatter."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """FSDP2's buffer."""
+        ...
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, **rest: Any
+    ) -> Any:
+        """Enqueue it on the current stream."""
+        ...
+
+
+Observe = Callable[[str, Sequence[FSDPModule], Transfer], Transfer]
+"""Given "unshard" or "reduce", a unit's modules and its transfer: what FSDP2 is to call in its place."""
 
 
 class Drift:

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from odc_kernels.fsdp_comm import Drift, Gather, Push
+from odc_kernels.fsdp_comm import Drift, Gather, Observe, Push
 from odc_kernels.fsdp_layout import Mesh, Unit
 from odc_kernels.scatter_accumulate import accumulator_numel, drain
 from odc_kernels.window import Window, open_window
@@ -23,7 +23,14 @@ class Sharded:
     """A parameter's post-accumulate-grad hooks that are ours."""
 
     def __init__(
-        self, units: Sequence[Unit], mesh: Mesh, *, deterministic: bool, divisor: float, timeout_s: float
+        self,
+        units: Sequence[Unit],
+        mesh: Mesh,
+        *,
+        deterministic: bool,
+        divisor: float,
+        timeout_s: float,
+        observe: Observe | None = None,
     ) -> None:
         self._units = units
         self._replicas = mesh.replicas
@@ -69,7 +76,7 @@ class Sharded:
                 self._add_shown(unit, gather)
                 self._add_gradients(unit, offset)
 
-        self._install()
+        self._install(observe or (lambda kind, modules, transfer: transfer))
 
     def uninstall(self) -> None:
         """Let go of everything in the windows; gradients are gone."""
@@ -132,11 +139,12 @@ class Sharded:
         for window in (*self._windows.values(), self._accumulators):
             window.close()
 
-    def _install(self) -> None:
+    def _install(self, observe: Observe) -> None:
         for unit, gather, push in zip(self._units, self._gathers, self._pushes, strict=True):
+            unshard, reduce = observe("unshard", unit.modules, gather), observe("reduce", unit.modules, push)
             for module in unit.modules:
-                module.set_custom_all_gather(gather)
-                module.set_custom_reduce_scatter(push)
+                module.set_custom_all_gather(unshard)
+                module.set_custom_reduce_scatter(reduce)
         for parameter, _ in self._gradients:
             self._remove.append(parameter.register_post_accumulate_grad_hook(_drop_gradient).remove)
 

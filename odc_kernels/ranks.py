@@ -1,6 +1,6 @@
 """Start some ranks on this host, run one function in each, and never wait longer than told.
 
-For benchmarks and tests. Training is started with torchrun instead.
+Several hosts need torchrun instead.
 """
 
 import multiprocessing
@@ -8,16 +8,37 @@ import os
 import queue
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+INTERRUPT_S = 2.0
+"""Ctrl-C reaches all processes of a terminal; so long the ranks have to end by themselves."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """Why a rank has no result."""
+
+    rank: int
+    kind: str
+    """The name of the exception's class, or "died", or "stuck": ended by `run_ranks`."""
+    message: str
+    """Of the exception; or in words."""
+    details: str
+    """A traceback, if there is one."""
+
 
 class RankError(RuntimeError):
     """Some ranks failed or did not end in time. The message has a traceback or a reason for each of them."""
+
+    def __init__(self, message: str, failures: Sequence[Failure] = ()) -> None:
+        super().__init__(message)
+        self.failures = tuple(failures)
 
 
 def run_ranks(
@@ -28,6 +49,8 @@ def run_ranks(
     timeout_s: float = 60.0,
     environment: Mapping[str, str] | None = None,
     may_die: bool = False,
+    grace_s: float | None = None,
+    group_timeout_s: float | None = None,
 ) -> list[Any]:
     """function(rank, *args) in `world_size` new processes, joined in one process group; what each returned, by rank.
 
@@ -39,6 +62,8 @@ def run_ranks(
         timeout_s: for everything together.
         environment: set in the ranks before they import anything.
         may_die: a rank that dies returns None instead of failing the run.
+        grace_s: how long the others may go on when one has failed or died; None: as long as they like.
+        group_timeout_s: of the process group's collectives; None: `timeout_s`.
 
     Raises:
         RankError: a rank raised, died, or was not finished in time. All ranks are gone when it is raised.
@@ -48,42 +73,63 @@ def run_ranks(
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     results = context.Queue()
     deadline = time.monotonic() + timeout_s
+    group_s = timeout_s if group_timeout_s is None else group_timeout_s
     ranks = [
         context.Process(
             target=_run,
-            args=(function, rank, world_size, args, backend, store.port, timeout_s, dict(environment or {}), results),
+            args=(function, rank, world_size, args, backend, store.port, group_s, dict(environment or {}), results),
         )
         for rank in range(world_size)
     ]
     for process in ranks:
         process.start()
-    answers: dict[int, tuple[str | None, Any]] = {}
+    answers: dict[int, tuple[Failure | None, Any]] = {}
+
+    def failed() -> bool:
+        # A rank that died a moment ago may have left an answer that has not come through yet; `grace_s` covers that.
+        died = any(process.exitcode and rank not in answers for rank, process in enumerate(ranks))
+        return (died and not may_die) or any(failure is not None for failure, _ in answers.values())
+
     try:
         while len(answers) < world_size and time.monotonic() < deadline:
             try:
-                rank, error, value = results.get(timeout=0.05)
-                answers[rank] = (error, value)
+                rank, failure, value = results.get(timeout=0.05)
+                answers[rank] = (failure, value)
             except queue.Empty:
                 if all(rank in answers or process.exitcode is not None for rank, process in enumerate(ranks)):
                     break
+            if grace_s is not None and failed():
+                deadline = min(deadline, time.monotonic() + grace_s)
+                grace_s = None
         for process in ranks:
             process.join(max(0.0, deadline - time.monotonic()))
+    except KeyboardInterrupt:
+        end = time.monotonic() + INTERRUPT_S
+        for process in ranks:
+            process.join(max(0.0, end - time.monotonic()))
+        raise
     finally:
         stuck = [rank for rank, process in enumerate(ranks) if process.is_alive()]
         for rank in stuck:
             ranks[rank].kill()
             ranks[rank].join()
-    problems = []
+    failures = []
     for rank, process in enumerate(ranks):
-        error, _ = answers.get(rank, (None, None))
-        if error is not None:
-            problems.append(f"rank {rank} raised:\n{error}")
+        failure, _ = answers.get(rank, (None, None))
+        if failure is not None:
+            failures.append(failure)
         elif rank in stuck:
-            problems.append(f"rank {rank} was not finished after {timeout_s:g} s")
+            why = f"rank {rank} was not finished after {timeout_s:g} s"
+            failures.append(Failure(rank=rank, kind="stuck", message=why, details=""))
         elif process.exitcode != 0 and not may_die:
-            problems.append(f"rank {rank} died with exit code {process.exitcode}")
-    if problems:
-        raise RankError("\n".join(problems))
+            why = f"rank {rank} died with exit code {process.exitcode}"
+            failures.append(Failure(rank=rank, kind="died", message=why, details=""))
+    if failures:
+        lines = [
+            f"rank {failure.rank} raised:\n{failure.details}" if failure.details else failure.message
+            for failure in failures
+        ]
+        raise RankError("\n".join(lines), failures)
     return [answers.get(rank, (None, None))[1] for rank in range(world_size)]
 
 
@@ -96,7 +142,7 @@ def _run(
     port: int,
     timeout_s: float,
     environment: dict[str, str],
-    results: "multiprocessing.Queue[tuple[int, str | None, Any]]",
+    results: "multiprocessing.Queue[tuple[int, Failure | None, Any]]",
 ) -> None:
     os.environ.update(environment)
     torch.set_num_threads(1)
@@ -110,8 +156,9 @@ def _run(
     )
     try:
         value = function(rank, *args)
-    except BaseException:
-        results.put((rank, traceback.format_exc(), None))
+    except BaseException as error:
+        failure = Failure(rank=rank, kind=type(error).__name__, message=str(error), details=traceback.format_exc())
+        results.put((rank, failure, None))
         results.close()
         results.join_thread()
         # Not the ordinary end: destroying the group could wait for ranks that no longer come.

@@ -1,4 +1,4 @@
-"""The one exception for what a user typed or supplied, and the helper that suggests what they meant."""
+"""The exception for what a user typed or supplied, the one for a run that broke, and what the user may have meant."""
 
 import difflib
 from collections.abc import Iterable
@@ -8,6 +8,13 @@ class InputError(ValueError):
     """Something the user supplied is wrong. The message is one line: what was got, what was expected, what to do.
 
     The command line prints it without a traceback and exits with code 2; every other exception is a bug of ours.
+    """
+
+
+class RunError(RuntimeError):
+    """A run on hardware could not go on, through no mistake of the user. The message is one line.
+
+    The command line prints it without a traceback and exits with code 1.
     """
 
 

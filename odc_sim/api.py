@@ -143,7 +143,7 @@ def _run(study: Study, progress: Progress, perturbation: Perturbation | None = N
     for number, (schedule, name) in enumerate(cells):
         progress(f"{schedule.name} with {name}", len(wanted) + number, len(wanted) + len(cells))
         found = plans[name]
-        verdict = found if isinstance(found, str) else _verdict(schedule, found)
+    XX
         if verdict or isinstance(found, str):
             verdicts[schedule.name, name] = verdict or ""
             continue
@@ -228,7 +228,7 @@ def _plan(inputs: Inputs, policy: str) -> Plan:
     return pad_microbatches(made) if study.pad_microbatches else made
 
 
-def _verdict(schedule: Schedule, plan: Plan) -> str | None:
+def obstacle(schedule: Schedule, plan: Plan) -> str | None:
     """Why `schedule` cannot run `plan`, or None."""
     counts = plan.counts()
     if schedule.deferred and not counts.all():

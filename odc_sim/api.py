@@ -143,7 +143,7 @@ def _run(study: Study, progress: Progress, perturbation: Perturbation | None = N
     for number, (schedule, name) in enumerate(cells):
         progress(f"{schedule.name} with {name}", len(wanted) + number, len(wanted) + len(cells))
         found = plans[name]
-    XX
+        verdict = found if isinstance(found, str) else obstacle(schedule, found)
         if verdict or isinstance(found, str):
             verdicts[schedule.name, name] = verdict or ""
             continue

@@ -62,10 +62,13 @@ class _Rank:
     computes: list[Span] = field(default_factory=list)
     unshards: list[Span] = field(default_factory=list)
     reduces: list[Span] = field(default_factory=list)
-    hosts: dict[tuple[str, int, int], Span] = field(default_factory=dict)
+    hosts: dict[tuple[str, int, int], list[Span]] = field(default_factory=lambda: defaultdict(list))
+    """By kind, unit and microbatch: the root has two in the backward, of the head and of the embedding."""
     gathers: dict[tuple[int, int], list[Span]] = field(default_factory=lambda: defaultdict(list))
     """By (unit, microbatch): of its forward, then of its backward."""
     reduction: dict[tuple[int, int], Span] = field(default_factory=dict)
+    closing: dict[tuple[int, int], Span] = field(default_factory=dict)
+    """The last span of each unit's backward: after it its gradients are there."""
     late: list[_Late] = field(default_factory=list)
 
     @classmethod
@@ -74,11 +77,12 @@ class _Rank:
         streams = {"compute": rank.computes, "unshard": rank.unshards, "reduce": rank.reduces}
         for span in sorted(spans, key=lambda span: (span.start_s, span.end_s)):
             if span.stream == "host":
-                rank.hosts.setdefault((span.kind, span.unit, span.microbatch), span)
+                rank.hosts[span.kind, span.unit, span.microbatch].append(span)
             elif span.kind != "wait":
                 streams[span.stream].append(span)
         for span in rank.unshards:
             rank.gathers[span.unit, span.microbatch].append(span)
+        rank.closing = {(s.unit, s.microbatch): s for s in rank.works if s.kind in ("backward", "recompute")}
         for span in rank.reduces:
             rank.reduction.setdefault((span.unit, span.microbatch), span)
         return rank
@@ -91,8 +95,8 @@ class _Rank:
     @property
     def start_s(self) -> float:
         """When its first span on any stream began; 0 without one."""
-        everything = (*self.computes, *self.unshards, *self.reduces, *self.hosts.values())
-        return min((span.start_s for span in everything), default=0.0)
+        streams = (self.computes, self.unshards, self.reduces, *self.hosts.values())
+        return min((spans[0].start_s for spans in streams if spans), default=0.0)
 
     @property
     def arrival_s(self) -> float:
@@ -110,7 +114,11 @@ class _Rank:
     def host_of(self, span: Span) -> Span | None:
         """When the host enqueued a compute span; that of the unit's backward includes its recompute."""
         kind = "backward" if span.kind == "recompute" else span.kind
-        return self.hosts.get((kind, span.unit, span.microbatch))
+        found = self.hosts.get((kind, span.unit, span.microbatch))
+        if not found:
+            return None
+        ends = self.closing.get((span.unit, span.microbatch)) is span
+        return found[-1] if ends else found[0]
 
 
 def attribute(timeline: Timeline, schedule: str) -> Timeline:
@@ -224,15 +232,13 @@ class _Gaps:
     def __init__(self, rank: _Rank, rules: Schedule, arrived_s: float) -> None:
         self.rank, self.rules, self.arrived_s = rank, rules, arrived_s
         self.works = rank.works
-        # the last span of each unit's backward: its gradients are there
-        self.closing = {(s.unit, s.microbatch): s for s in self.works if s.kind in ("backward", "recompute")}
 
     def parts(self, before: Span | None, after: Span | None, end_s: float) -> Iterator[_Part]:
         """The parts of the gap between `before` and `after` (None: nothing), which ends at `end_s`; some are empty."""
         if before is not None and before.kind in STEPS:  # at the very end, others' steps take longer
             yield _Part(end_s, "imbalance_minibatch" if after is None else "host")
             return
-        closes = before is not None and self.closing.get((before.unit, before.microbatch)) is before
+        closes = before is not None and self.rank.closing.get((before.unit, before.microbatch)) is before
         reduction = self.rank.reduction.get((before.unit, before.microbatch)) if before is not None and closes else None
         last = not self.works or before is self.works[-1]
         if before is not None and reduction is not None:
@@ -271,7 +277,7 @@ class _Gaps:
         if host is not None:
             above = self.rank.hosts.get(("backward", after.unit + 1, after.microbatch))
             # forward, a unit's own hook issues its gather; backward, that of the unit above
-            issuing = above if above is not None and after.kind != "forward" else host
+            issuing = above[0] if above and after.kind != "forward" else host
             late += [(-math.inf, issuing.start_s), (gather.end_s, math.inf if bound else host.start_s)]
         held = holds and before is not None and gather.end_s <= before.end_s
         return _Part(end_s, "exposed_reduce" if held else "exposed_unshard", gather, tuple(late))

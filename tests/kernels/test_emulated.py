@@ -1,19 +1,37 @@
+import functools
 import os
 import re
 import time
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed; `make test-kernels` runs these")
 
+from kernels import emulated_runs  # noqa: E402
+
 from odc_kernels.emulated import EmulatedLm  # noqa: E402
 from odc_kernels.lm import pack  # noqa: E402
+from odc_kernels.ranks import run_ranks  # noqa: E402
 from odc_kernels.waits import HostClock  # noqa: E402
+from odc_sim.api import plan  # noqa: E402
 from odc_sim.costs import fitted_costs  # noqa: E402
+from odc_sim.emulation import emulated_shape, executed_costs  # noqa: E402
 from odc_sim.errors import InputError  # noqa: E402
+from odc_sim.execution import Load, execute  # noqa: E402
+from odc_sim.hardware import load_cluster  # noqa: E402
+from odc_sim.metrics import idle_rate  # noqa: E402
 from odc_sim.models import load_model  # noqa: E402
+from odc_sim.schedules import make_schedule  # noqa: E402
+from odc_sim.study import Study  # noqa: E402
+from odc_sim.transfers import transfer_costs  # noqa: E402
 
+RANKS = 8
+MINIBATCHES = 5
+WARMUP, BALANCED_MINIBATCHES = 2, 5
+BALANCED = [[[6000], [6000]]] * RANKS
+CLUSTER = load_cluster("a100-nvswitch-roce")
 CPU = torch.device("cpu")
 QWEN = load_model("qwen2.5-1.5b")
 
@@ -134,3 +152,69 @@ def test_wrong_arguments_are_refused(options, message):
 def test_costs_of_another_model_are_refused():
     with pytest.raises(InputError, match=re.escape("emulated qwen2.5-1.5b: got costs of 28 layers, expected 2")):
         EmulatedLm(replace(QWEN, layers=2), fitted_costs(QWEN), time_scale=1.0, device=CPU)
+
+
+@functools.cache
+def schedules():
+    """By schedule: (simulated, makespans executed [B], idle rates executed [B])."""
+    study = Study(workload="longalign", model="qwen2.5-1.5b", devices=RANKS, minibatch_size=4, minibatches=MINIBATCHES)
+    plans = {schedule: plan(study, policy) for schedule, policy in (("collective", "lb-micro"), ("odc", "lb-mini"))}
+    work = {}
+    for schedule, dealt in plans.items():
+        lengths = [
+            [[[int(dealt.lengths[i]) for i in ids] for ids in rank] for rank in ranks] for ranks in dealt.nested()
+        ]
+        work[schedule] = [BALANCED] * (WARMUP + BALANCED_MINIBATCHES) + lengths
+    by_rank = run_ranks(emulated_runs.execute, RANKS, work, timeout_s=280)
+    found = {}
+    for schedule, dealt in plans.items():
+        start_s, computed_s, end_s, busy_s = (
+            np.array([getattr(rank[schedule], name) for rank in by_rank])[:, WARMUP:]
+            for name in ("start_s", "computed_s", "end_s", "busy_s")
+        )
+        makespan_s = end_s.max(axis=0) - start_s.min(axis=0)
+        step_s = end_s.max(axis=0) - computed_s.max(axis=0)
+        balanced = slice(0, BALANCED_MINIBATCHES)
+        # What is not waits in balanced minibatches, where nobody waits for anybody.
+        costs = executed_costs(emulated_runs.costs(), emulated_runs.TIME_SCALE)
+        beside_s = np.median((makespan_s - step_s - busy_s.max(axis=0))[balanced]) / len(BALANCED[0])
+        transfers = measured_transfers(schedule, beside_s, np.median(step_s[balanced]))
+        simulated = execute(Load.of(dealt), costs, transfers, CLUSTER, make_schedule(schedule))
+        executed_s = makespan_s[BALANCED_MINIBATCHES:]
+        idle = 1 - busy_s[:, BALANCED_MINIBATCHES:].sum(axis=0) / (RANKS * executed_s)
+        found[schedule] = (simulated, executed_s, idle)
+        print(
+            f"{schedule}: beside compute {1e3 * beside_s:.0f} ms a microbatch, step {1e3 * np.median(step_s):.0f} ms; "
+            f"makespans simulated {simulated.makespan_s.round(2)} executed {executed_s.round(2)} s, "
+            f"idle {idle_rate(simulated, RANKS):.3f} {np.round(idle, 3)}"
+        )
+    return found
+
+
+def measured_transfers(schedule, beside_s, step_s):
+    """All that a CPU does beside compute: every piece of a microbatch is on the one stream and takes as long."""
+    free = transfer_costs(
+        emulated_shape(emulated_runs.SPEC, 1),
+        CLUSTER,
+        world_size=RANKS,
+        one_sided=schedule == "odc",
+        gather_dtype="bf16",
+    ).free()
+    layers = emulated_runs.LAYERS
+    piece_s = beside_s / ((layers + 1) + layers + (layers + 1))  # copy-outs in forward and in backward, packs
+    return replace(free, copy_out_s=free.copy_out_s + piece_s, pack_s=free.pack_s + piece_s, optimizer_s=step_s)
+
+
+@pytest.mark.parametrize("schedule", ["collective", "odc"])
+def test_eight_cpu_ranks_take_as_long_and_idle_as_much_as_simulated(schedule):
+    simulated, executed_s, idle = schedules()[schedule]
+    assert np.median(executed_s / simulated.makespan_s) == pytest.approx(1, abs=0.05)
+    simulated_idle = 1 - simulated.busy_s / (RANKS * simulated.makespan_s)
+    assert np.median(idle - simulated_idle) == pytest.approx(0, abs=0.05)
+
+
+def test_eight_cpu_ranks_gain_what_is_simulated():
+    (slow, slow_s, _), (fast, fast_s, _) = (schedules()[schedule] for schedule in ("collective", "odc"))
+    expected = slow.makespan_s / fast.makespan_s
+    assert expected.mean() > 1.25
+    assert np.median(slow_s / fast_s / expected) == pytest.approx(1, abs=0.05)

@@ -71,6 +71,8 @@ class RunConfig:
     """Emulated compute: executed seconds per simulated second; 1 where compute is real."""
     warmup_steps: CountOrZero
     """Minibatches run before the first that was recorded."""
+    hardware: str = ""
+    """Whose compute costs an emulated run took, where it used no calibration."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,7 +98,7 @@ class StepRow:
 
 STEP_COLUMNS = tuple(field.name for field in dataclasses.fields(StepRow))
 _WHOLE = ("minibatch", "tokens", "samples", "peak_memory_bytes")
-_OPTIONAL = ("between_s",)
+_OPTIONAL = ("between_s", "hardware")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -109,7 +111,7 @@ class Run:
     environment: dict[str, Any]
     """environment.json: header fields, and `environment` with the machine."""
     steps: "pd.DataFrame"
-    """One row a finished minibatch, columns of `StepRow`."""
+    """One row a finished minibatch, columns of `StepRow`; none where the first was not finished."""
     timeline: Timeline | None
     """Of finished minibatches only; None where the run recorded none."""
     calibration: Calibration | None
@@ -241,7 +243,7 @@ def _read_config(path: Path) -> RunConfig:
         if name not in hints and name not in _CONFIG_HEADER:
             raise InputError(f"{path}: unknown field {name!r}; written by a newer version?")
     values: dict[str, Any] = {}
-    for name, hint in hints.items():
+    for name, hint in ((n, hint) for n, hint in hints.items() if n in data or n not in _OPTIONAL):
         if name not in data:
             raise InputError(f"{path}: field {name!r} is missing")
         try:
@@ -282,9 +284,8 @@ def _read_steps(path: Path, minibatches: int) -> "pd.DataFrame":
             )
         if not 0.0 < rows[-1]["makespan_s"] < math.inf:
             raise InputError(f"{path}: line {number}: makespan_s {rows[-1]['makespan_s']}, expected a number > 0")
-    if not rows:
-        raise InputError(f"{path}: no minibatch was finished, expected at least one line")
-    return pd.DataFrame(rows, columns=list(STEP_COLUMNS))
+    frame = pd.DataFrame(rows, columns=list(STEP_COLUMNS))
+    return frame.astype({name: "int64" if name in _WHOLE else "float64" for name in STEP_COLUMNS})
 
 
 def _number(text: str, name: str, line: int, path: Path) -> float:

@@ -29,6 +29,7 @@ import numpy as np
 from odc_sim.errors import InputError
 from odc_sim.idle import Span
 from odc_sim.measured import DIRECTIONS
+from odc_sim.measured_one_stream import parts_on_one_stream
 from odc_sim.schedules import Schedule, make_schedule
 from odc_sim.timeline import Timeline
 
@@ -121,7 +122,7 @@ class _Rank:
         return found[-1] if ends else found[0]
 
 
-def attribute(timeline: Timeline, schedule: str) -> Timeline:
+def attribute(timeline: Timeline, schedule: str, *, one_stream: bool = False) -> Timeline:
     """A measured timeline with a `wait` row and its cause for every moment in which a compute stream did not compute.
 
     `optimizer` and `publish` rows get the cause of their name. After that, each rank's compute rows follow each other
@@ -131,6 +132,7 @@ def attribute(timeline: Timeline, schedule: str) -> Timeline:
         timeline: rows as `odc train` records them: compute spans with unit and microbatch, transfers on the streams
             `unshard` and `reduce` from when the stream reached them, `host` rows where the host was timed.
         schedule: the name of the schedule it ran.
+        one_stream: nothing ran beside anything, as on a CPU: a gap is what happened in it, whatever the program awaits.
 
     Raises:
         InputError: an unknown schedule, a compute span of another kind, or ranks that took part in different
@@ -149,7 +151,8 @@ def attribute(timeline: Timeline, schedule: str) -> Timeline:
         arrived_s = max((rank.arrival_s for rank in by_rank.values()), default=0.0)
         found: list[Span] = []
         for number_of_rank, rank in by_rank.items():
-            found += _filled(number_of_rank, rank, rules, arrived_s, end_s)
+            gaps = _Gaps(rank, rules, arrived_s, one_stream)
+            found += _filled(number_of_rank, rank, gaps, end_s)
             found += (span for span in spans if span.rank == number_of_rank and span.stream != "compute")
         minibatches.append((number, found))
     return Timeline.from_spans(minibatches)
@@ -210,16 +213,17 @@ def _lateness(span: Span, rules: Schedule) -> str:
     return "imbalance_microbatch" if span.kind == "reduce" and span.unit == 0 else "imbalance_layer"
 
 
-def _filled(number: int, rank: _Rank, rules: Schedule, arrived_s: float, end_s: float) -> Iterator[Span]:
+def _filled(number: int, rank: _Rank, gaps: "_Gaps", end_s: float) -> Iterator[Span]:
     """The compute stream of rank `number` from 0 to `end_s`, waits included."""
-    gaps = _Gaps(rank, rules, arrived_s)
     before: Span | None = None
     clock_s = 0.0
     for span in (*rank.computes, None):
         start_s = end_s if span is None else span.start_s
         if start_s > clock_s:
             unit, microbatch = (-1, -1) if span is None else (span.unit, span.microbatch)
-            for cause, piece_start_s, piece_end_s in _pieces(rank.late, clock_s, gaps.parts(before, span, start_s)):
+            for cause, piece_start_s, piece_end_s in _pieces(
+                rank.late, clock_s, gaps.parts(before, span, clock_s, start_s)
+            ):
                 yield Span(number, "compute", "wait", cause, unit, microbatch, piece_start_s, piece_end_s)
         if span is not None:
             yield span._replace(cause=span.kind if span.kind in STEPS else "")
@@ -229,18 +233,25 @@ def _filled(number: int, rank: _Rank, rules: Schedule, arrived_s: float, end_s: 
 class _Gaps:
     """What the gaps of one rank's compute stream consist of."""
 
-    def __init__(self, rank: _Rank, rules: Schedule, arrived_s: float) -> None:
-        self.rank, self.rules, self.arrived_s = rank, rules, arrived_s
+    def __init__(self, rank: _Rank, rules: Schedule, arrived_s: float, one_stream: bool) -> None:
+        self.rank, self.rules, self.arrived_s, self.one_stream = rank, rules, arrived_s, one_stream
         self.works = rank.works
+        self.transfers = sorted((*rank.unshards, *rank.reduces), key=lambda span: span.start_s)
 
-    def parts(self, before: Span | None, after: Span | None, end_s: float) -> Iterator[_Part]:
-        """The parts of the gap between `before` and `after` (None: nothing), which ends at `end_s`; some are empty."""
+    def parts(self, before: Span | None, after: Span | None, start_s: float, end_s: float) -> Iterator[_Part]:
+        """The parts of the gap from `start_s` to `end_s`, between `before` and `after` (None: nothing); some are
+        empty."""
         if before is not None and before.kind in STEPS:  # at the very end, others' steps take longer
             yield _Part(end_s, "imbalance_minibatch" if after is None else "host")
             return
         closes = before is not None and self.rank.closing.get((before.unit, before.microbatch)) is before
         reduction = self.rank.reduction.get((before.unit, before.microbatch)) if before is not None and closes else None
         last = not self.works or before is self.works[-1]
+        if self.one_stream:
+            arrived_s = self.arrived_s if self.rules.one_sided and last else None
+            for part in parts_on_one_stream(self.transfers, after, start_s, end_s, arrived_s):
+                yield _Part(*part)
+            return
         if before is not None and reduction is not None:
             yield self._pack(before, reduction, end_s)
             if before.unit == 0 and (last or not self.rules.overlap_tail):

@@ -186,6 +186,35 @@ class TestRefused:
             attribute(Timeline.from_spans([(0, COLLECTIVE)]), "ocd")
 
 
+def test_where_host_and_device_are_one_a_gap_is_what_happens_in_it():
+    """As on a CPU: the backward's gather of the unit below is in front of a backward, the reduction after it."""
+    spans = [
+        *(transfer(rank, "unshard", 1, 1.0 + rank, 3.0) for rank in range(2)),  # rank 1 comes 1 s later
+        *(compute(rank, "forward", 1, 3.5, 5.0) for rank in range(2)),
+        *(transfer(rank, "reduce", 1, 6.0, 7.0) for rank in range(2)),
+        *(transfer(rank, "unshard", 0, 7.5, 8.0) for rank in range(2)),
+        *(compute(rank, "backward", 0, 8.5, 9.0) for rank in range(2)),
+        Span(0, "compute", "optimizer", "", -1, -1, 9.5, 10.0),
+    ]
+
+    def parts(schedule, rank):
+        timeline = attribute(Timeline.from_spans([(0, spans)]), schedule, one_stream=True)
+        return [(s.cause, s.start_s, s.end_s) for s in timeline.spans(0) if (s.rank, s.kind) == (rank, "wait")]
+
+    reduced = [("exposed_reduce", 5.0, 7.0), ("exposed_unshard", 7.0, 8.5)]
+    assert parts("collective", 0) == [
+        ("exposed_unshard", 0.0, 1.0),
+        ("imbalance_layer", 1.0, 2.0),
+        ("exposed_unshard", 2.0, 3.5),
+        *reduced,
+        ("host", 9.0, 9.5),
+    ]
+    # one-sided, rank 1 has nothing to wait for but rank 0's optimizer
+    assert parts("odc", 1) == [("exposed_unshard", 0.0, 3.5), *reduced, ("host", 9.0, 10.0)]
+    spans.append(compute(0, "backward", 1, 9.0, 9.25))
+    assert parts("odc", 1)[-2:] == [("imbalance_minibatch", 9.0, 9.25), ("host", 9.25, 10.0)]
+
+
 def case(seed, name, *, ranks=3, microbatches=3, host=False, zeros=False):
     rng = np.random.default_rng(seed)
     equal = name == "collective"

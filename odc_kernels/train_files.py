@@ -87,7 +87,8 @@ class RunFiles:
                     Span(rank, r.stream, r.kind, "", r.unit, r.microbatch, r.start_s - start_s, r.end_s - start_s)
                     for r in rows
                 )
-        added = attribute(Timeline.from_spans(spans.items()), self._job.config.schedule)
+        config = self._job.config
+        added = attribute(Timeline.from_spans(spans.items()), config.schedule, one_stream=config.device == "cpu")
         self._timeline = _joined([self._timeline, added]) if self._timeline is not None else added
         self._timeline.write_parquet(self._folder / TIMELINE, self._job.command, self._job.config.seed)
 

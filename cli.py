@@ -63,15 +63,18 @@ Config = Annotated[Path | None, Option(help="study TOML; a flag of the same name
 
 @contextmanager
 def _one_line_errors() -> Iterator[None]:
-    """User mistakes end in one line and exit code 2, Ctrl-C in exit code 130; everything else is a bug and shows
-    itself."""
-    from odc_sim.errors import InputError
+    """User mistakes end in one line and exit code 2, a run that broke in one and 1, Ctrl-C in 130; everything else is
+    a bug and shows itself."""
+    from odc_sim.errors import InputError, RunError
 
     try:
         yield
     except InputError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
+    except RunError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from None
     except (KeyboardInterrupt, SystemError) as error:
         # compiled code reports an interrupt as a SystemError that was caused by it
         if isinstance(error, SystemError) and not isinstance(error.__cause__ or error.__context__, KeyboardInterrupt):
@@ -492,6 +495,81 @@ def sweep(
             command=_command(),
             console=_console(),
         )
+
+
+@app.command()
+def train(
+    plan: Annotated[Path | None, Option(help="run this plan.json instead of drawing lengths")] = None,
+    schedule: Annotated[
+        str | None, Option(help="collective, collective-deferred, odc or odc-local-sum  [default: odc]")
+    ] = None,
+    policy: Annotated[str | None, Option(help="balancing policy  [default: lb-mini; collective: lb-micro]")] = None,
+    steps: Annotated[int | None, Option(help="minibatches to run  [default: all of the plan]")] = None,
+    device: Annotated[str | None, Option(help="cuda or cpu  [default: cuda if there is one]")] = None,
+    compute: Annotated[str | None, Option(help="real, or emulated: units wait as long as a cost model says")] = None,
+    time_scale: Annotated[float | None, Option(help="emulated: executed seconds a simulated second")] = None,
+    calibration: Annotated[Path | None, Option(help="calibration.json of this machine, kept with the run")] = None,
+    data: Annotated[
+        Path | None, Option(help="tokens: .jsonl or .parquet with a list column input_ids, or a folder of them")
+    ] = None,
+    out: Annotated[Path, Option(help="folder of the run")] = Path("run"),
+    resume: Annotated[bool, Option("--resume", help="go on with the run in --out from its last checkpoint")] = False,
+    checkpoint_every: Annotated[int | None, Option(help="minibatches  [default: never]")] = None,
+    warmup_steps: Annotated[int | None, Option(help="minibatches before, not recorded  [default: 1]")] = None,
+    learning_rate: Annotated[float | None, Option(help="of AdamW  [default: 1e-5]")] = None,
+    max_grad_norm: Annotated[float | None, Option(help="gradients are clipped to; 0: not  [default: 1]")] = None,
+    gather_dtype: Annotated[str | None, Option(help="bf16 or fp32 compute  [default: bf16; on a CPU fp32]")] = None,
+    timeline: Annotated[bool, Option("--timeline/--no-timeline", help="record what every stream does")] = True,
+    workload: Workload = None,
+    lengths: LengthsFile = None,
+    column: Column = None,
+    model: Model = None,
+    hardware: Hardware = None,
+    devices: Annotated[int | None, Option(help="ranks  [default: the GPUs here; on a CPU 2]")] = None,
+    minibatch_size: MinibatchSize = None,
+    minibatches: Annotated[int | None, Option(help="optimizer steps to plan  [default: --steps, or 100]")] = None,
+    max_tokens: MaxTokens = None,
+    overlong: Overlong = None,
+    scale: Scale = None,
+    balancing_cost: Cost = None,
+    pad_microbatches: Pad = None,
+    seed: Seed = None,
+    config: Config = None,
+) -> None:
+    """Run a plan for real, on GPUs or CPU ranks, and record who waited for what. Several hosts: start it with torchrun.
+
+    Example:  odc train --model tiny --device cpu --scale 0.02 --steps 5 --schedule odc --out run
+    """
+    flags = dict(locals())
+    own = (
+        *("schedule", "steps", "device", "compute", "time_scale", "calibration", "data", "checkpoint_every"),
+        *("warmup_steps", "learning_rate", "max_grad_norm"),
+    )
+    options = {name: flags.pop(name) for name in own}
+    for name in ("out", "resume", "timeline", "config"):
+        flags.pop(name)
+    with _one_line_errors():
+        from odc_sim.errors import InputError
+
+        try:
+            from odc_kernels.train import train as run
+            from odc_kernels.train_options import Options, make_job
+        except ModuleNotFoundError as error:
+            raise InputError(f"odc train: {error.name} is not installed: pip install 'odc-toolkit[train]'") from None
+        fields = {name: value for name, value in flags.items() if value is not None}
+        if policy is not None:
+            fields["policy"] = (policy,)
+        job = make_job(
+            Options(**options),
+            fields,
+            config=config,
+            out=out,
+            resume=resume,
+            timeline=timeline,
+            command=_command(),
+        )
+        run(job)
+        typer.echo(f"wrote {out}", err=True)
 
 
 @app.command()

@@ -361,6 +361,66 @@ def replay(
 
 
 @app.command()
+def validate(
+    runs: Annotated[list[Path], typer.Argument(help="folders that odc train wrote")],
+    calibration: Annotated[
+        Path | None, Option(help="predict with this calibration.json  [default: the one in each run]")
+    ] = None,
+    hardware: Annotated[str | None, Option(help="or with built-in hardware or a cluster TOML")] = None,
+    tolerance: Annotated[float, Option(help="percent that step times may be off")] = 3.0,
+    engine: Annotated[str, Option(help="fast, or event (the slow reference)")] = "fast",
+    out: Annotated[Path | None, Option(help="folder for validation.json and validation.png")] = None,
+    json_file: Annotated[
+        Path | None, Option("--json", help="also write validation.json here; - for standard output")
+    ] = None,
+) -> None:
+    """Runs on hardware beside their prediction. Exit code 3 if step times or speedups (2 points) are off.
+
+    Example:  odc validate runs/collective runs/odc --out reports/validation
+    """
+    with _one_line_errors():
+        from odc_sim.errors import InputError
+        from odc_sim.header import header, write_json
+        from odc_sim.report import make_directory
+        from odc_sim.table_validate import print_validation, verdict_line
+        from odc_sim.validate import validate as compare_runs
+
+        if calibration is not None and hardware is not None:
+            raise InputError("--calibration and --hardware: got both, expected one of them")
+        if calibration is not None and calibration.suffix != ".json":
+            raise InputError(f"--calibration {calibration}: expected a .json file that odc calibrate wrote")
+        if out is not None:
+            make_directory(out)
+        with _progress() as progress:
+            found = compare_runs(
+                runs,
+                hardware=calibration or hardware,
+                tolerance_percent=tolerance,
+                engine=engine,
+                progress=progress,
+            )
+        data = header(_command(), None) | found.as_dict()
+        to_output = json_file is not None and str(json_file) == "-"
+        if to_output:
+            _echo_json(data)
+        else:
+            print_validation(found, _console())
+        if json_file is not None and not to_output:
+            write_json(json_file, data)
+        if out is not None:
+            from odc_sim.plots_style import save_png
+            from odc_sim.plots_validate import validation_figure
+
+            write_json(out / "validation.json", data)
+            save_png(validation_figure(found), out / "validation.png")
+            typer.echo(f"wrote validation.json, validation.png to {out}", err=True)
+        if found.failures:
+            if to_output:
+                typer.echo(verdict_line(found), err=True)
+            raise typer.Exit(3)
+
+
+@app.command()
 def workloads(
     name: Annotated[str | None, typer.Argument(help="show this workload, or a TOML or lengths file")] = None,
     json_output: Annotated[bool, Option("--json", help="for machines")] = False,

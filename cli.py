@@ -63,18 +63,15 @@ Config = Annotated[Path | None, Option(help="study TOML; a flag of the same name
 
 @contextmanager
 def _one_line_errors() -> Iterator[None]:
-    """User mistakes end in one line and exit code 2, a run that broke in one and 1, Ctrl-C in 130; everything else is
-    a bug and shows itself."""
+    """User mistakes end in one line and exit code 2, runs that broke in exit code 1, Ctrl-C in 130; all else is a bug
+    and shows itself."""
     from odc_sim.errors import InputError, RunError
 
     try:
         yield
-    except InputError as error:
+    except (InputError, RunError) as error:
         typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from None
-    except RunError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from None
+        raise typer.Exit(2 if isinstance(error, InputError) else 1) from None
     except (KeyboardInterrupt, SystemError) as error:
         # compiled code reports an interrupt as a SystemError that was caused by it
         if isinstance(error, SystemError) and not isinstance(error.__cause__ or error.__context__, KeyboardInterrupt):
@@ -555,6 +552,56 @@ def sweep(
             command=_command(),
             console=_console(),
         )
+
+
+@app.command()
+def calibrate(
+    out: Annotated[Path, Option(help="the calibration.json to write; its report goes into a folder beside it")] = Path(
+        "calibration.json"
+    ),
+    model: Annotated[
+        list[str] | None,
+        Option("--model", help="measure this model's units, repeatable  [default: qwen2.5-1.5b, 7b, 14b, 32b]"),
+    ] = None,
+    quick: Annotated[bool, Option("--quick", help="fewer sizes, and qwen2.5-1.5b only by default")] = False,
+    device: Annotated[str | None, Option(help="cuda, or cpu to try it on a laptop  [default: cuda]")] = None,
+    backend: Annotated[str, Option(help="of one-sided transfers: auto, cuda, nvshmem or cpu")] = "auto",
+    ranks: Annotated[int | None, Option(help="processes  [default: one a GPU; 2 on a CPU]")] = None,
+    report: Annotated[Path | None, Option(help="measure nothing: make the report of this file again")] = None,
+) -> None:
+    """Measure this machine's GPUs and links for simulate --hardware. Starts a process a GPU, or runs under torchrun.
+
+    Example:  odc calibrate --model qwen2.5-7b --out mine.json && odc simulate --hardware mine.json --model qwen2.5-7b
+    """
+    with _one_line_errors():
+        from odc_sim.calibration_report import failed, summary, write_calibration_report
+        from odc_sim.errors import InputError
+
+        if report is None:
+            import importlib.util
+
+            if importlib.util.find_spec("torch") is None:
+                raise InputError("calibrate: torch is not installed: pip install 'odc-toolkit[kernels,train]'")
+            from odc_kernels import calibrate as machine
+
+            options = machine.make_options(
+                *(out, model or [], quick, device, backend, ranks),
+                command=_command(),
+            )
+            found = machine.calibrate(options)
+            if found is None:  # torchrun: the first rank has it
+                return
+        else:
+            from odc_sim.calibration import load_calibration
+
+            found, out = load_calibration(report), report
+        written = write_calibration_report(out)
+        for line in summary(found):
+            typer.echo(line)
+        folder = written[0].parent
+        typer.echo(f"wrote {out} and {', '.join(path.name for path in written)} in {folder}", err=True)
+        if failed(found) and report is None:
+            raise typer.Exit(1)
 
 
 @app.command()

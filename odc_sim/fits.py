@@ -2,7 +2,8 @@
 
 Relative errors are squared and summed, so that a microbatch of 1,000 tokens counts as much as one of 60,000;
 coefficients are never negative, so that no prediction is either, however far from what was measured. Below a floor no
-unit gets, however few its tokens: microbatches that took about the floor are not on the line and are left out of it.
+unit gets, however few its tokens: microbatches that took about the floor are left out of the line where that explains
+all of them better.
 """
 
 import itertools
@@ -20,7 +21,7 @@ Shapes = Sequence[Sequence[int]]
 """Sample lengths of each microbatch."""
 
 ON_THE_FLOOR = 1.3
-"""A microbatch that took less than this times the shortest one is on the floor."""
+"""A microbatch that took less than this times the shortest one may be on the floor."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,18 +63,22 @@ def fit_line(shapes: Shapes, seconds: Sequence[float], *, quadratic: bool = True
     """
     features = columns(shapes)[:, : 2 + quadratic]
     measured = np.asarray(seconds, dtype=np.float64)
-    floor_s = float(measured.min(initial=np.inf))
-    wanted = features.shape[1]
-    above = measured > ON_THE_FLOOR * floor_s
-    if np.linalg.matrix_rank(_scaled(features[above])[0]) < wanted:
-        above = np.ones_like(above)
-    if len(np.unique(features, axis=0)) < wanted:
+    different, wanted = len(np.unique(features, axis=0)), features.shape[1]
+    if different < wanted:
         raise InputError(
-            f"a fit needs at least {wanted} different microbatches with steady times, got "
-            f"{len(np.unique(features, axis=0))}; stop other programs on this machine and calibrate again"
+            f"a fit needs at least {wanted} different microbatches with steady times, got {different}; "
+            "stop other programs on this machine and calibrate again"
         )
-    found = _least_squares(features[above] / measured[above, None])
-    c0_s, c1_s_per_token, c2_s_per_token2 = (float(c) for c in [*found, 0.0][:3])
+    floor_s = float(measured.min())
+    lines = [_line(features, measured, floor_s)]
+    above = measured > ON_THE_FLOOR * floor_s
+    if np.linalg.matrix_rank(_scaled(features[above])[0]) == wanted:
+        lines.append(_line(features[above], measured[above], floor_s))
+    return min(lines, key=lambda line: float(np.sum(line.rel_errors(shapes, measured) ** 2)))
+
+
+def _line(features: Array, measured: Array, floor_s: float) -> Line:
+    c0_s, c1_s_per_token, c2_s_per_token2 = (float(c) for c in [*_least_squares(features / measured[:, None]), 0.0][:3])
     return Line(c0_s=c0_s, c1_s_per_token=c1_s_per_token, c2_s_per_token2=c2_s_per_token2, floor_s=floor_s)
 
 

@@ -1,0 +1,143 @@
+"""The optimizer's step with clipping, publishing the parameters, and the host's time to enqueue a unit."""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from odc_kernels.calibrate_copies import shards_of
+from odc_kernels.calibrate_shapes import layer_tensors, root_tensors
+from odc_kernels.calibrate_timing import Effort, Item, Pace, Step, measure
+from odc_kernels.lm import build_lm, pack, shard
+from odc_kernels.rendezvous import Rendezvous
+from odc_kernels.timing import agree_max, synchronize
+from odc_sim.calibration import HostSample, OptimizerSample
+from odc_sim.models import ModelSpec
+
+BYTES_EACH = 18
+"""Of a parameter: fp32 parameter, gradient and two moments, and some room."""
+MEETING_TIMEOUT_S = 60.0
+HOST_LAYERS = (1, 4)
+HOST_TOKENS = 64
+HOST_REPEATS = 15
+
+
+def measure_optimizer(
+    models: Sequence[ModelSpec], pace: Pace, effort: Effort, *, memory_bytes: int, say: Callable[[str], None]
+) -> tuple[list[OptimizerSample], list[str]]:
+    """Clipping, AdamW and publishing for one layer, a quarter, and the whole of every model that fits. Collective."""
+    world_size = dist.get_world_size()
+    mesh = init_device_mesh(pace.device.type, (world_size,))
+    meeting = Rendezvous(dist.group.WORLD, timeout_s=MEETING_TIMEOUT_S)
+    sizes: dict[int, list[tuple[int, ...]]] = {}
+    left_out: list[str] = []
+    for model in models:
+        for layers in sorted({1, -(-model.layers // 4), model.layers}):
+            shapes = layer_tensors(model) * layers + (root_tensors(model) if layers == model.layers else [])
+            local = shards_of(shapes, world_size)
+            elements = sum(torch.Size(shape).numel() for shape in local)
+            if elements * BYTES_EACH > memory_bytes:
+                left_out.append(f"optimizer of {elements / 1e9:.1f}B parameters a rank: out of memory")
+            else:
+                sizes[elements] = local
+    ordered = sorted(sizes.items())
+    steps = [
+        Item(name=f"optimizer of {n:,} parameters", make=partial(_step, local, mesh), work=n) for n, local in ordered
+    ]
+    # from an idle device on, as after the ranks' meeting at the end of a minibatch
+    timed, left = measure(steps, pace, effort, how="max", say=say, lead=False)
+    samples = []
+    for (elements, local), item in zip(ordered, steps, strict=True):
+        if item.name in timed:
+            say(f"publish of {elements:,} parameters")
+            publish_s = _publish_s(local, pace, meeting)
+            samples.append(
+                OptimizerSample(
+                    parameters=elements, step_s=float(timed[item.name][0].percentiles["p50_s"]), publish_s=publish_s
+                )
+            )
+    return samples, left_out + left
+
+
+def _step(local: Sequence[tuple[int, ...]], mesh: DeviceMesh) -> list[Step]:
+    device = torch.device(mesh.device_type, torch.cuda.current_device() if mesh.device_type == "cuda" else None)
+
+    def sharded(shape: tuple[int, ...]) -> DTensor:
+        return DTensor.from_local(torch.full(shape, 1e-3, device=device), mesh, [Shard(0)], run_check=False)
+
+    parameters = [nn.Parameter(sharded(shape)) for shape in local]
+    for parameter, shape in zip(parameters, local, strict=True):
+        parameter.grad = sharded(shape)
+    optimizer = torch.optim.AdamW(parameters, lr=1e-5, fused=True)
+
+    def step() -> None:
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+
+    return [step]
+
+
+def _publish_s(local: Sequence[tuple[int, ...]], pace: Pace, meeting: Rendezvous, *, repeats: int = 7) -> float:
+    """Zeroing the accumulators, casting the parameters into the window, and the meeting after it, on the slowest rank.
+
+    The accumulators and the window are ordinary memory here, which is written at the same speed.
+    """
+    numel = sum(torch.Size(shape).numel() for shape in local)
+    parameters = torch.ones(numel, device=pace.device)
+    accumulators = torch.ones(numel, device=pace.device)
+    window = torch.empty(numel, dtype=torch.bfloat16, device=pace.device)
+    sizes = [torch.Size(shape).numel() for shape in local]
+    sources, targets = list(parameters.split(sizes)), list(window.split(sizes))
+    seconds = []
+    for _ in range(repeats):
+        synchronize(pace.device)
+        start = time.perf_counter()
+        accumulators.zero_()
+        torch._foreach_copy_(targets, sources)
+        if pace.device.type == "cuda":  # pragma: cuda-only
+            torch.cuda.synchronize(pace.device)
+        meeting.barrier("publish")
+        seconds.append(time.perf_counter() - start)
+    return agree_max(statistics.median(seconds), pace.device)
+
+
+def measure_host(pace: Pace) -> HostSample:
+    """Seconds to enqueue a layer of a sharded model, from the difference between few and more layers. Collective.
+
+    The layers are tiny, so that the device is never behind; what they consist of is as in the real ones. The gradients
+    are recomputed and added to earlier ones, as in every microbatch but the first.
+    """
+    mesh = init_device_mesh(pace.device.type, (dist.get_world_size(),))
+    few, many = (_host_s(layers, pace.device, mesh) for layers in HOST_LAYERS)
+    layers = HOST_LAYERS[1] - HOST_LAYERS[0]
+    forward_s, backward_s = (max(0.0, (more - less) / layers) for less, more in zip(few, many, strict=True))
+    return HostSample(
+        seconds_per_unit_forward=agree_max(forward_s, pace.device),
+        seconds_per_unit_backward=agree_max(backward_s, pace.device),
+    )
+
+
+def _host_s(layers: int, device: torch.device, mesh: DeviceMesh) -> tuple[float, float]:
+    lm = build_lm("tiny", device=device, num_layers=layers)
+    shard(lm, mesh)
+    batch = pack([torch.arange(HOST_TOKENS)], 1.0).to(device)
+    forward: list[float] = []
+    backward: list[float] = []
+    for number in range(3 + HOST_REPEATS):
+        synchronize(device)
+        start = time.perf_counter()
+        loss = lm(batch)
+        middle = time.perf_counter()
+        loss.backward()
+        end = time.perf_counter()
+        if number >= 3:
+            forward.append(middle - start)
+            backward.append(end - middle)
+    synchronize(device)
+    return statistics.median(forward), statistics.median(backward)

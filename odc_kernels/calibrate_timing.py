@@ -1,0 +1,215 @@
+"""Timing of compute and copies in the state that training has.
+
+The device has been at work without a pause for about a second; all ranks measure at once; the host is ahead of the
+device, so that kernels and not their launches are timed (the host has a measurement of its own); CUDA events; medians.
+Everything is measured twice, the second time in reverse order when all else has been measured: what differs then, or
+is noisy, is measured a third time, and flagged if that agrees with neither.
+"""
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from odc_kernels.overlap import product
+from odc_kernels.timing import Marks, agree_max, estimate, summarize, synchronize
+from odc_sim.fits import steady
+
+Step = Callable[[], None]
+"""Enqueues one thing to time."""
+
+PRODUCT_SIZE = {"cuda": 4096, "cpu": 256}
+COLD_S = 0.5
+"""What took less than this the first time is tried once more, to learn how far behind the device the host is."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Effort:
+    """How long to measure, and what counts as steady."""
+
+    budget_s: float
+    """For one item in one pass."""
+    limit_s: float
+    """What would take longer, once, is left out."""
+    most: int
+    """Samples in one pass."""
+    spread: float
+    """80th over 20th percentile."""
+    drift: float
+    """Between two passes, as a fraction."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Item:
+    """Steps that are timed together, one after another; `make` prepares them anew in each pass."""
+
+    name: str
+    make: Callable[[], Sequence[Step]]
+    work: float
+    """In any unit, the same for all items measured together: it tells how long the next item will take."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timed:
+    """Seconds of one step."""
+
+    samples: tuple[float, ...]
+    """Of the two passes that agree best."""
+    passes_s: tuple[float, float]
+    """Their medians."""
+    flagged: bool
+
+    @property
+    def percentiles(self) -> dict[str, float | int]:
+        """p20_s, p50_s, p80_s and samples, as calibration.json has them."""
+        found = summarize(self.samples)
+        return {"p20_s": found.p20_s, "p50_s": found.p50_s, "p80_s": found.p80_s, "samples": len(self.samples)}
+
+
+class Pace:
+    """This rank's device, kept at work."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._product = product(PRODUCT_SIZE[device.type], device)
+        self.product_s = estimate(lambda _: self._product(), device, calls=20)
+
+    def heat(self, seconds: float = 1.0) -> None:
+        """Products for about so long; a CPU is as warm as it gets."""
+        if self.device.type == "cuda":  # pragma: cuda-only
+            self._lead(seconds)
+            torch.cuda.synchronize(self.device)
+
+    def warm_up(self, steps: Sequence[Step]) -> None:
+        """Run steps for the first time, with all that is loaded and compiled then, and heat the device."""
+        self._once(steps)
+        self.heat()
+
+    def survey(self, steps: Sequence[Step]) -> tuple[float, float]:
+        """(seconds of all steps once, seconds the host needs to enqueue them), on this rank alone, after a warm-up."""
+        total_s, _ = self._once(steps)
+        return self._once(steps) if total_s < COLD_S else (total_s, 0.0)
+
+    def rounds(self, steps: Sequence[Step], count: int, *, lead_s: float = 0.0) -> list[list[float]]:
+        """Seconds [steps][count] of this rank; before each round the device gets other work of `lead_s` seconds."""
+        synchronize(self.device)
+        marks = Marks(self.device)
+        for _ in range(count):
+            self._lead(lead_s)
+            for step in steps:
+                marks.mark()
+                step()
+            marks.mark()
+        synchronize(self.device)
+        times, width = marks.times_s(marks), len(steps) + 1
+        return [
+            [max(times[r * width + i + 1] - times[r * width + i], 1e-9) for r in range(count)]
+            for i in range(len(steps))
+        ]
+
+    def _once(self, steps: Sequence[Step]) -> tuple[float, float]:
+        self._finish()
+        start = time.perf_counter()
+        for step in steps:
+            step()
+        enqueued = time.perf_counter()
+        self._finish()
+        return time.perf_counter() - start, enqueued - start
+
+    def _finish(self) -> None:
+        if self.device.type == "cuda":  # pragma: cuda-only
+            torch.cuda.synchronize(self.device)
+
+    def _lead(self, seconds: float) -> None:
+        for _ in range(math.ceil(seconds / self.product_s)):
+            self._product()
+
+
+def over_ranks(own: list[list[float]], how: Literal["mean", "max"]) -> list[list[float]]:
+    """[steps][count] of every rank made one, sample by sample; the same on every rank."""
+    ranks: list[list[list[float]]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(ranks, own)
+    merge = statistics.mean if how == "mean" else max
+    return [[merge(times) for times in zip(*series, strict=True)] for series in zip(*ranks, strict=True)]
+
+
+def measure(
+    items: Sequence[Item],
+    pace: Pace,
+    effort: Effort,
+    *,
+    how: Literal["mean", "max"],
+    say: Callable[[str], None],
+    lead: bool = True,
+) -> tuple[dict[str, list[Timed]], list[str]]:
+    """For each item's name its steps, timed; and in words what was left out. Collective; the same on every rank.
+
+    Items come in order of work. What does not fit into the device's memory, or would take too long by what the item
+    before took, is left out. Without `lead` the host is not given a lead over the device where it needs one.
+    """
+    found: dict[str, list[list[list[float]]]] = {}
+    plans: dict[str, tuple[int, float]] = {}
+    left_out: list[str] = []
+    rate_s = 0.0
+    pace.warm_up(items[0].make())
+    for item in items:
+        say(item.name)
+        if rate_s * item.work > effort.limit_s:
+            left_out.append(f"{item.name}: would take about {rate_s * item.work:.0f} s each time")
+            continue
+        surveyed = _survey(item, pace)
+        if surveyed is None:
+            left_out.append(f"{item.name}: out of memory")
+            continue
+        total_s, lead_s = surveyed[0], surveyed[1] * lead
+        rate_s = total_s / item.work
+        least = 3 if total_s < COLD_S else 2
+        plans[item.name] = max(least, min(effort.most, int(effort.budget_s / total_s))), lead_s
+        found[item.name] = [_one_pass(item, pace, *plans[item.name], how)]
+    measured = [item for item in items if item.name in found]
+    for item in reversed(measured):
+        say(f"{item.name}, again")
+        found[item.name].append(_one_pass(item, pace, *plans[item.name], how))
+    for item in measured:
+        if any(_timed(series, effort).flagged for series in zip(*found[item.name], strict=True)):
+            say(f"{item.name}, a third time")
+            found[item.name].append(_one_pass(item, pace, *plans[item.name], how))
+    timed = {name: [_timed(series, effort) for series in zip(*passes, strict=True)] for name, passes in found.items()}
+    return timed, left_out
+
+
+def _survey(item: Item, pace: Pace) -> tuple[float, float] | None:
+    """(seconds, lead the host needs) of the slowest rank, or None where a rank has too little memory."""
+    total_s = host_s = 0.0
+    failed = False
+    try:
+        total_s, host_s = pace.survey(item.make())
+    except torch.OutOfMemoryError:  # pragma: cuda-only
+        failed = True
+    if agree_max(float(failed), pace.device):  # pragma: cuda-only
+        torch.cuda.empty_cache()
+        return None
+    total_s, host_s = agree_max(total_s, pace.device), agree_max(host_s, pace.device)
+    behind = pace.device.type == "cuda" and total_s < 3 * host_s
+    return max(total_s, 1e-9), 1.5 * host_s if behind else 0.0
+
+
+def _one_pass(item: Item, pace: Pace, count: int, lead_s: float, how: Literal["mean", "max"]) -> list[list[float]]:
+    return over_ranks(pace.rounds(item.make(), count, lead_s=lead_s), how)
+
+
+def _timed(passes: Sequence[Sequence[float]], effort: Effort) -> Timed:
+    """Of the two passes that agree best, since only they can have been undisturbed."""
+    medians = [statistics.median(samples) for samples in passes]
+    pairs = [(i, j) for i in range(len(passes)) for j in range(i)]
+    i, j = min(pairs, key=lambda pair: abs(math.log(medians[pair[0]] / medians[pair[1]])))
+    return Timed(
+        samples=(*passes[j], *passes[i]),
+        passes_s=(medians[j], medians[i]),
+        flagged=not steady(passes[j], passes[i], spread=effort.spread, drift=effort.drift),
+    )

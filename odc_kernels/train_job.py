@@ -31,8 +31,6 @@ class Job:
     """What to build: a built-in model, a config.json, or a directory."""
     out: Path
     command: str
-    hardware: str = "a100-nvswitch-roce"
-    """Whose costs emulated compute takes, if no calibration is given."""
     calibration: Path | None = None
     data: Path | None = None
     checkpoint_every: int = 0
@@ -51,7 +49,7 @@ class Job:
 
     def costs(self) -> ComputeCosts:
         """What emulated compute takes."""
-        machine = load_machine(str(self.calibration) if self.calibration else self.hardware)
+        machine = load_machine(str(self.calibration) if self.calibration else self.config.hardware)
         return choose_costs(self.spec, machine.cluster, machine.calibration, self.config.recompute)
 
 

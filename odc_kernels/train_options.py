@@ -87,6 +87,7 @@ def make_job(
         max_grad_norm=_or(options.max_grad_norm, 1.0),
         time_scale=_or(options.time_scale, 1.0),
         warmup_steps=_or(options.warmup_steps, 1),
+        hardware=study.hardware if options.compute == "emulated" and options.calibration is None else "",
     )
     return Job(
         plan=plan,
@@ -94,7 +95,6 @@ def make_job(
         model=study.model,
         out=out,
         command=command,
-        hardware=study.hardware,
         calibration=options.calibration,
         data=options.data,
         checkpoint_every=options.checkpoint_every or 0,

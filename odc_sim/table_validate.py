@@ -155,9 +155,8 @@ def verdict_line(found: Validation) -> str:
     """One line: within the tolerances, or what is not."""
     if found.failures:
         return "beyond tolerance: " + "; ".join(found.failures)
-    return f"within tolerance: step times {found.tolerance_percent:g} %" + (
-        ", speedups 2 points" * bool(found.speedups)
-    )
+    speedups = f", speedups {SPEEDUP_TOLERANCE_POINTS:g} points" if found.speedups else ""
+    return f"within tolerance: step times {found.tolerance_percent:g} %{speedups}"
 
 
 def _share(name: str, pair: Pair) -> str:

@@ -5,6 +5,7 @@ Listed before any error figure: a difference here is the first suspect for every
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,8 @@ MAKESPANS_APART = 0.01
 """Makespans of steps.csv and of the timeline that differ by more are named."""
 PLAN, CALIBRATION = "the plan", "the calibration"
 ABSENT = "(none)"
+LISTED = MappingProxyType({"packages": "package", "variables": "variable"})
+"""Parts of an environment, and what each of their entries is called."""
 CALIBRATED_LOSS_TOKENS = 512
 """The chunks in which `odc calibrate` measures head and loss where it does not say: the default of `odc_kernels.lm`."""
 COMPARED_FIELDS = (
@@ -192,22 +195,19 @@ def _environment_of(calibration: Calibration) -> dict[str, Any]:
 def _environment(mine: Mapping[str, Any], other: Mapping[str, Any], compared_with: str) -> list[Difference]:
     """Machine and versions, where both say something about it."""
     one, two = (dict(_facts(file)) for file in (mine, other))
-    kinds = [_kind(name) for name in one], [_kind(name) for name in two]
+    # a package or a variable that one side lacks is a difference, if that side did look
+    looked = [kind for kind in LISTED if all(isinstance(file["environment"].get(kind), dict) for file in (mine, other))]
     return [
         Difference(field=name, run=one.get(name, ABSENT), other=two.get(name, ABSENT), compared_with=compared_with)
         for name in dict.fromkeys((*one, *two))
-        if one.get(name) != two.get(name) and all(_kind(name) in known for known in kinds)
+        if one.get(name) != two.get(name)
+        and ((name in one and name in two) or any(name.startswith(f"{LISTED[kind]} ") for kind in looked))
     ]
-
-
-def _kind(name: str) -> str:
-    """What a fact is about: where one side has nothing of a kind, it was not recorded there."""
-    return name.split(" ")[0]
 
 
 def _facts(file: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "toolkit_version", str(file["toolkit_version"])
-    environment = file.get("environment", {})
+    environment = file["environment"]
     gpu = environment.get("gpu")
     for name in ("name", "count", "memory_bytes"):
         if isinstance(gpu, dict) and name in gpu:
@@ -218,6 +218,6 @@ def _facts(file: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         if name in environment:
             value = environment[name]
             yield name, "; ".join(map(str, value)) if isinstance(value, list) else str(value)
-    for kind in ("packages", "variables"):
+    for kind, word in LISTED.items():
         for name, value in (environment.get(kind) or {}).items():
-            yield f"{kind.removesuffix('s')} {name}", str(value)
+            yield f"{word} {name}", str(value)

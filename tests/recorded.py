@@ -90,8 +90,8 @@ def step_rows(plan, makespans_s, **fields):
     ]
 
 
-def write_run(folder, plan, schedule, hf_config, hardware, *, change=None, environment=None, **fields):
-    """Simulate `plan` on `hardware` with the event engine and leave what a trainer would have; returns the folder.
+def write_run(folder, plan, schedule, hf_config, machine, /, *, change=None, environment=None, **fields):
+    """Simulate `plan` on `machine` with the event engine and leave what a trainer would have; returns the folder.
 
     `change` is given the durations and returns what was executed instead. `fields` are those of RunConfig.
     """
@@ -101,7 +101,7 @@ def write_run(folder, plan, schedule, hf_config, hardware, *, change=None, envir
     write_environment(folder, "odc train", 0, environment or {})
     write_json(folder / "model.json", hf_config)
     write_steps(folder, step_rows(plan, [1.0] * plan.num_minibatches))
-    priced = price(read_run(folder), load_machine(str(hardware)))
+    priced = price(read_run(folder), load_machine(str(machine)))
     durations = priced.durations()
     timeline, makespans_s = recorded(change(durations) if change else durations, priced.schedule)
     timeline.write_parquet(folder / "timeline.parquet", "odc train", 0)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from odc_kernels.calibrate_file import Draft, Talk
 from odc_kernels.calibrate_phases import Lab, Options
+from odc_kernels.environment import NO_MULTICAST
 from odc_kernels.ranks import RankError, run_ranks
 from odc_kernels.rendezvous import Rendezvous
 from odc_sim.calibration import Calibration
@@ -94,9 +95,11 @@ def calibrate(options: Options) -> Calibration | None:
     """
     process_group = "nccl" if options.on_gpu else "gloo"
     if "RANK" in os.environ:
+        device = None
         if options.on_gpu:  # pragma: cuda-only
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group(process_group)
+            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(device)
+        dist.init_process_group(process_group, device_id=device)
         found = run_rank(dist.get_rank(), options)
         dist.barrier()
         dist.destroy_process_group()
@@ -109,6 +112,7 @@ def calibrate(options: Options) -> Calibration | None:
             backend=process_group,
             timeout_s=TIMEOUT_S[options.quick],
             grace_s=GRACE_S,
+            environment={name: os.environ.get(name, value) for name, value in NO_MULTICAST.items()},
         )
     except RankError as error:
         reason = error.failures[0].message.splitlines()[0] if error.failures else str(error).splitlines()[0]

@@ -46,14 +46,24 @@ class Found:
 
 
 def measure_model(
-    model: str, layer: Shapes, root: Shapes, pace: Pace, effort: Effort, *, say: Callable[[str], None]
+    model: str,
+    pace: Pace,
+    effort: Effort,
+    *,
+    layer: Shapes,
+    plain: Shapes,
+    root: Shapes,
+    say: Callable[[str], None],
 ) -> tuple[list[Found], list[str]]:
-    """Every unit and direction of one model, and in words what was left out. Collective."""
+    """Every unit and direction of one model, and in words what was left out. Collective.
+
+    `plain` is for layers that are not recomputed, which is not training's default.
+    """
     say("building one layer")
     lm = build_lm(model, device=pace.device, num_layers=1, recompute=False, dtype=torch.bfloat16)
     groups: list[tuple[str, Shapes, tuple[Part, ...], Callable[[Lengths], list[Step]]]] = [
         ("layer", layer, LAYER_STEPS, partial(_layer_steps, lm, pace.device, recompute=True)),
-        ("layer without recompute", layer, PLAIN_STEPS, partial(_layer_steps, lm, pace.device, recompute=False)),
+        ("layer without recompute", plain, PLAIN_STEPS, partial(_layer_steps, lm, pace.device, recompute=False)),
         ("embedding and head", root, ROOT_STEPS, partial(_root_steps, lm, pace.device)),
     ]
     found: list[Found] = []

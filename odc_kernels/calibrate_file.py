@@ -48,9 +48,10 @@ class Draft:
 
     @classmethod
     def start(cls, path: Path | None, command: str, settings: dict[str, Any]) -> "Draft":
-        """An empty one, with the description of this rank's machine."""
+        """An empty one, with the description of the machine where it will be written."""
         head = header(command, seed=None)
-        head["environment"] |= describe()
+        if path is not None:
+            head["environment"] |= describe()
         return cls(path=path, head=head, settings=settings)
 
     def calibration(self) -> Calibration:

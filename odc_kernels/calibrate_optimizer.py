@@ -50,7 +50,7 @@ def measure_optimizer(
     steps = [
         Item(name=f"optimizer of {n:,} parameters", make=partial(_step, local, mesh), work=n) for n, local in ordered
     ]
-    # from an idle device on, as after the ranks' meeting at the end of a minibatch
+    # without a lead of the host: it has none after the ranks' meeting at the end of a minibatch
     timed, left = measure(steps, pace, effort, how="max", say=say, lead=False)
     samples = []
     for (elements, local), item in zip(ordered, steps, strict=True):

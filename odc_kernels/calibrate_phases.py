@@ -17,7 +17,7 @@ from odc_kernels.calibrate_compute import fits_of, measure_model, samples_of
 from odc_kernels.calibrate_copies import PARTS, measure_copies
 from odc_kernels.calibrate_file import Draft, Talk
 from odc_kernels.calibrate_optimizer import measure_host, measure_optimizer
-from odc_kernels.calibrate_shapes import MIB, layer_shapes, root_shapes, transfer_sizes, unit_shards
+from odc_kernels.calibrate_shapes import MIB, layer_shapes, plain_shapes, root_shapes, transfer_sizes, unit_shards
 from odc_kernels.calibrate_timing import Effort, Pace
 from odc_kernels.calibrate_transfers import (
     BESIDE_PRODUCTS,
@@ -115,13 +115,14 @@ class Lab:
 
     def compute(self, name: str) -> None:
         """One model's units, and their fits."""
-        quick, on_gpu = self.options.quick, self.options.on_gpu
+        kind = self.options.quick, self.options.on_gpu
         found, left_out = measure_model(
             name,
-            layer_shapes(quick=quick, on_gpu=on_gpu),
-            root_shapes(quick=quick, on_gpu=on_gpu),
             self.pace,
             self.effort["compute"],
+            layer=layer_shapes(*kind),
+            plain=plain_shapes(*kind),
+            root=root_shapes(*kind),
             say=self.talk.say,
         )
         self.draft.left_out += left_out
@@ -204,7 +205,7 @@ def _effort(options: Options) -> dict[str, Effort]:
         calm = Effort(budget_s=0.15, limit_s=4.0, most=20, spread=6.0, drift=1.0)
         return {"compute": calm, "copies": calm, "transfers": replace(calm, budget_s=0.05)}
     return {
-        "compute": Effort(budget_s=0.25 if options.quick else 0.4, limit_s=30.0, most=10, spread=1.1, drift=0.03),
+        "compute": Effort(budget_s=0.15, limit_s=30.0, most=10, spread=1.1, drift=0.03),
         "copies": Effort(budget_s=0.05, limit_s=10.0, most=20, spread=1.15, drift=0.05),
         "transfers": Effort(budget_s=0.04 if options.quick else 0.08, limit_s=10.0, most=20, spread=1.3, drift=0.1),
     }

@@ -49,11 +49,9 @@ QUICK_FIT: tuple[Lengths, ...] = (
 )
 QUICK_HELD_OUT: tuple[Lengths, ...] = ((300, 500), (1500, 900), (3000, 2500, 700), (20_000, 4000, 300))
 
-ROOT_FIT: tuple[Lengths, ...] = tuple((tokens,) for tokens in (256, 1000, 2048, 4100, 8192, 16_300, 32_700, 65_536))
+ROOT_FIT: tuple[Lengths, ...] = tuple((tokens,) for tokens in (256, 1000, 2048, 4100, 16_300, 65_536))
 """Embedding, head and loss know nothing of samples, only of tokens."""
-ROOT_HELD_OUT: tuple[Lengths, ...] = ((800,), (3000,), (12_000,), (51_000,))
-QUICK_ROOT_FIT: tuple[Lengths, ...] = tuple((tokens,) for tokens in (256, 1000, 4100, 16_300, 65_536))
-QUICK_ROOT_HELD_OUT: tuple[Lengths, ...] = ((800,), (6200,), (24_300,))
+ROOT_HELD_OUT: tuple[Lengths, ...] = ((800,), (6200,), (24_300,))
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -71,21 +69,27 @@ class Shapes:
         return tuple(sorted(self.fit + self.held_out, key=lambda s: (sum(s), sum(n * n for n in s))))
 
 
-def layer_shapes(*, quick: bool, on_gpu: bool) -> Shapes:
+def layer_shapes(quick: bool, on_gpu: bool) -> Shapes:
     """Of decoder layers."""
-    fit, held_out = (QUICK_FIT, QUICK_HELD_OUT) if quick and on_gpu else (FIT, HELD_OUT)
-    return _cut(fit, held_out, None if on_gpu else QUICK_CPU_TOKENS if quick else CPU_TOKENS)
+    if quick and on_gpu:
+        return Shapes(fit=QUICK_FIT, held_out=QUICK_HELD_OUT)
+    return _cut(FIT, HELD_OUT, quick, on_gpu)
 
 
-def root_shapes(*, quick: bool, on_gpu: bool) -> Shapes:
+def plain_shapes(quick: bool, on_gpu: bool) -> Shapes:
+    """Of decoder layers that are not recomputed: fewer."""
+    return Shapes(fit=QUICK_FIT, held_out=QUICK_HELD_OUT) if on_gpu else layer_shapes(quick, on_gpu)
+
+
+def root_shapes(quick: bool, on_gpu: bool) -> Shapes:
     """Of embedding, head and loss."""
-    fit, held_out = (QUICK_ROOT_FIT, QUICK_ROOT_HELD_OUT) if quick and on_gpu else (ROOT_FIT, ROOT_HELD_OUT)
-    return _cut(fit, held_out, None if on_gpu else QUICK_CPU_TOKENS if quick else CPU_TOKENS)
+    return _cut(ROOT_FIT, ROOT_HELD_OUT, quick, on_gpu)
 
 
-def _cut(fit: tuple[Lengths, ...], held_out: tuple[Lengths, ...], most: int | None) -> Shapes:
-    if most is None:
+def _cut(fit: tuple[Lengths, ...], held_out: tuple[Lengths, ...], quick: bool, on_gpu: bool) -> Shapes:
+    if on_gpu:
         return Shapes(fit=fit, held_out=held_out)
+    most = QUICK_CPU_TOKENS if quick else CPU_TOKENS
     return Shapes(
         fit=tuple(lengths for lengths in fit if sum(lengths) <= most),
         held_out=tuple(lengths for lengths in held_out if sum(lengths) <= most),

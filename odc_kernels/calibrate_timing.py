@@ -1,7 +1,8 @@
 """Timing of compute and copies in the state that training has.
 
-The device has been at work without a pause for about a second; all ranks measure at once; the host is ahead of the
-device, so that kernels and not their launches are timed (the host has a measurement of its own); CUDA events; medians.
+The device is at work without a pause, first untimed with what is timed next, since it clocks higher after a rest; all
+ranks measure at once; the host is ahead of the device, so that kernels and not their launches are timed (the host has a
+measurement of its own); CUDA events; medians.
 Everything is measured twice, the second time in reverse order when all else has been measured: what differs then, or
 is noisy, is measured a third time, and flagged if that agrees with neither.
 """
@@ -24,8 +25,12 @@ Step = Callable[[], None]
 """Enqueues one thing to time."""
 
 PRODUCT_SIZE = {"cuda": 4096, "cpu": 256}
-COLD_S = 0.5
-"""What took less than this the first time is tried once more, to learn how far behind the device the host is."""
+LONG_S = 0.2
+"""What takes longer keeps the device busy by itself, and the host ahead: few samples do, and no rounds before them."""
+WARM_S = 0.1
+"""Of untimed rounds before the timed ones, for what takes less."""
+HEAT_S = 0.5
+"""Of products before a group of measurements."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,6 +76,16 @@ class Timed:
         return {"p20_s": found.p20_s, "p50_s": found.p50_s, "p80_s": found.p80_s, "samples": len(self.samples)}
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """How an item is timed in each pass, the same on every rank."""
+
+    untimed: int
+    samples: int
+    lead_s: float
+    """Other work that the device gets before each round, for the host to get ahead."""
+
+
 class Pace:
     """This rank's device, kept at work."""
 
@@ -79,7 +94,7 @@ class Pace:
         self._product = product(PRODUCT_SIZE[device.type], device)
         self.product_s = estimate(lambda _: self._product(), device, calls=20)
 
-    def heat(self, seconds: float = 1.0) -> None:
+    def heat(self, seconds: float = HEAT_S) -> None:
         """Products for about so long; a CPU is as warm as it gets."""
         if self.device.type == "cuda":  # pragma: cuda-only
             self._lead(seconds)
@@ -93,18 +108,21 @@ class Pace:
     def survey(self, steps: Sequence[Step]) -> tuple[float, float]:
         """(seconds of all steps once, seconds the host needs to enqueue them), on this rank alone, after a warm-up."""
         total_s, _ = self._once(steps)
-        return self._once(steps) if total_s < COLD_S else (total_s, 0.0)
+        return self._once(steps) if total_s < LONG_S else (total_s, 0.0)
 
-    def rounds(self, steps: Sequence[Step], count: int, *, lead_s: float = 0.0) -> list[list[float]]:
-        """Seconds [steps][count] of this rank; before each round the device gets other work of `lead_s` seconds."""
+    def rounds(self, steps: Sequence[Step], plan: "Plan") -> list[list[float]]:
+        """Seconds [steps][samples] of this rank."""
+        count = plan.samples
         synchronize(self.device)
         marks = Marks(self.device)
-        for _ in range(count):
-            self._lead(lead_s)
+        for number in range(-plan.untimed, count):
+            self._lead(plan.lead_s)
             for step in steps:
-                marks.mark()
+                if number >= 0:
+                    marks.mark()
                 step()
-            marks.mark()
+            if number >= 0:
+                marks.mark()
         synchronize(self.device)
         times, width = marks.times_s(marks), len(steps) + 1
         return [
@@ -153,7 +171,7 @@ def measure(
     before took, is left out. Without `lead` the host is not given a lead over the device where it needs one.
     """
     found: dict[str, list[list[list[float]]]] = {}
-    plans: dict[str, tuple[int, float]] = {}
+    plans: dict[str, Plan] = {}
     left_out: list[str] = []
     rate_s = 0.0
     pace.warm_up(items[0].make())
@@ -166,19 +184,18 @@ def measure(
         if surveyed is None:
             left_out.append(f"{item.name}: out of memory")
             continue
-        total_s, lead_s = surveyed[0], surveyed[1] * lead
+        total_s, lead_s = surveyed
         rate_s = total_s / item.work
-        least = 3 if total_s < COLD_S else 2
-        plans[item.name] = max(least, min(effort.most, int(effort.budget_s / total_s))), lead_s
-        found[item.name] = [_one_pass(item, pace, *plans[item.name], how)]
+        plans[item.name] = _plan(total_s, lead_s * lead, effort, pace.device)
+        found[item.name] = [_one_pass(item, pace, plans[item.name], how)]
     measured = [item for item in items if item.name in found]
     for item in reversed(measured):
         say(f"{item.name}, again")
-        found[item.name].append(_one_pass(item, pace, *plans[item.name], how))
+        found[item.name].append(_one_pass(item, pace, plans[item.name], how))
     for item in measured:
         if any(_timed(series, effort).flagged for series in zip(*found[item.name], strict=True)):
             say(f"{item.name}, a third time")
-            found[item.name].append(_one_pass(item, pace, *plans[item.name], how))
+            found[item.name].append(_one_pass(item, pace, plans[item.name], how))
     timed = {name: [_timed(series, effort) for series in zip(*passes, strict=True)] for name, passes in found.items()}
     return timed, left_out
 
@@ -199,8 +216,17 @@ def _survey(item: Item, pace: Pace) -> tuple[float, float] | None:
     return max(total_s, 1e-9), 1.5 * host_s if behind else 0.0
 
 
-def _one_pass(item: Item, pace: Pace, count: int, lead_s: float, how: Literal["mean", "max"]) -> list[list[float]]:
-    return over_ranks(pace.rounds(item.make(), count, lead_s=lead_s), how)
+def _plan(total_s: float, lead_s: float, effort: Effort, device: torch.device) -> Plan:
+    if total_s >= LONG_S:
+        return Plan(untimed=0, samples=2, lead_s=lead_s)
+    samples = max(3, min(effort.most, int(effort.budget_s / total_s)))
+    # a CPU does not clock higher for having rested
+    untimed = math.ceil(WARM_S / total_s) if device.type == "cuda" else 1
+    return Plan(untimed=min(untimed, 200), samples=samples, lead_s=lead_s)
+
+
+def _one_pass(item: Item, pace: Pace, plan: Plan, how: Literal["mean", "max"]) -> list[list[float]]:
+    return over_ranks(pace.rounds(item.make(), plan), how)
 
 
 def _timed(passes: Sequence[Sequence[float]], effort: Effort) -> Timed:

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from odc_kernels import train_checkpoint
 from odc_kernels.emulated import EmulatedLm
-from odc_kernels.environment import describe
+from odc_kernels.environment import NO_MULTICAST, describe
 from odc_kernels.fsdp_comm import Transfer
 from odc_kernels.lm import build_lm, shard
 from odc_kernels.ranks import Failure, RankError, run_ranks
@@ -43,7 +43,6 @@ GRACE_S = 5.0
 """When a rank has failed, the others find out by themselves in this time, or are ended."""
 TIMELINE_EVERY = 16
 """Minibatches after which the timeline is written; more often in the beginning."""
-NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 
 
 def train(job: Job) -> None:

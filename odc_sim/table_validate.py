@@ -6,7 +6,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from odc_sim.table import CAUSE_WORDS
-from odc_sim.validate import SPEEDUP_TOLERANCE_POINTS, Order, SpeedupValidation, Validation
+from odc_sim.validate import (
+    CAUSE_AIM_POINTS,
+    MEMORY_AIM_PERCENT,
+    SPEEDUP_TOLERANCE_POINTS,
+    Order,
+    SpeedupValidation,
+    Validation,
+)
 from odc_sim.validate_predict import run_rows
 from odc_sim.validate_run import DERIVED, IN_EXPOSED, Pair, RunValidation
 
@@ -45,6 +52,9 @@ def print_validation(found: Validation, console: "Console") -> None:
         line(DERIVED_NOTE, "dim")
     for text in found.notes:
         line(f"note: {text}")
+    if found.misses:
+        aims = f"{CAUSE_AIM_POINTS:g} points for a cause, {MEMORY_AIM_PERCENT:g} % for memory"
+        line(f"further off than aimed at ({aims}): {'; '.join(found.misses)}")
     line(verdict_line(found), "bold")
 
 

@@ -28,6 +28,8 @@ from odc_sim.validate_run import RunValidation
 BASELINE = "collective/lb-micro"
 DEFAULT_TOLERANCE_PERCENT = 3.0
 SPEEDUP_TOLERANCE_POINTS = 2.0
+CAUSE_AIM_POINTS, MEMORY_AIM_PERCENT = 3.0, 5.0
+"""What is aimed at for each idle cause and for peak memory; missing it is said, but is no failure."""
 SHARED = ("world_size", "device", "compute", "time_scale")
 """Of RunConfig: where these differ, times say nothing about each other."""
 
@@ -127,12 +129,26 @@ class Validation:
                 )
         return tuple(found)
 
+    @property
+    def misses(self) -> tuple[str, ...]:
+        """Idle causes and memory that are further off than is aimed at, in words."""
+        found = []
+        for each in self.runs:
+            for cause, pair in each.idle_causes.items():
+                if pair.points is not None and abs(pair.points) > CAUSE_AIM_POINTS:
+                    found.append(f"{cause} of {each.run.name} is {pair.points:+.1f} points off")
+            percent = each.memory.percent if each.memory else None
+            if percent is not None and abs(percent) > MEMORY_AIM_PERCENT:
+                found.append(f"peak memory of {each.run.name} is {percent:+.1f} % off")
+        return tuple(found)
+
     def as_dict(self) -> dict[str, Any]:
         """JSON-able."""
         return {
             "tolerance_percent": self.tolerance_percent,
             "speedup_tolerance_points": SPEEDUP_TOLERANCE_POINTS,
             "failures": list(self.failures),
+            "misses": list(self.misses),
             "runs": [each.as_dict() for each in self.runs],
             "between_runs": {name: [asdict(d) for d in found] for name, found in self.between.items()},
             "speedups": [each.as_dict() for each in self.speedups],

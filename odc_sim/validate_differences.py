@@ -57,8 +57,13 @@ def differences(run: Run, predicted: Prediction, measured: Measured) -> tuple[Di
     found = [*_plan(run, predicted.model), *_steps(run), *_timeline(run, measured)]
     calibration = predicted.machine.calibration
     if calibration is None:
-        name = predicted.machine.name
-        found.append(Difference(field="calibration", run="none", other=name, compared_with="the prediction"))
+        remark = (
+            "also transfers, copies and the optimizer are its, not this CPU's" if run.config.device == "cpu" else ""
+        )
+        other = predicted.machine.name
+        found.append(
+            Difference(field="calibration", run="none", other=other, compared_with="the prediction", remark=remark)
+        )
     else:
         found += _calibration(run, predicted, calibration)
         found += _environment(run.environment, _environment_of(calibration), CALIBRATION)

@@ -181,6 +181,7 @@ class TestPerturbedRuns:
             assert each.step.percent > 30.0
             assert each.units["layer forward"].percent > 15.0
             assert each.idle_causes[cause].points > 10.0
+            assert any(text.startswith(f"{cause} of {schedule} is +") for text in check(folder).misses)
             assert max(each.idle_causes.items(), key=lambda item: abs(item[1].points or 0.0))[0] == cause
 
     def test_longer_optimizer(self, plans, tmp_path):
@@ -223,6 +224,7 @@ class TestPerturbedRuns:
         write_steps(run, rows)
         (each,) = check(run).runs
         assert each.memory.measured == 1e10
+        assert check(run).misses == (f"peak memory of odc is {each.memory.percent:+.1f} % off",)
         assert each.memory.percent == pytest.approx(100.0 * (1e10 / each.prediction.memory.total_bytes - 1.0))
 
     def test_time_between_minibatches_is_shown(self, run, plans):
@@ -416,6 +418,7 @@ class TestCommand:
         result = self.run(folder, "--hardware", HARDWARE)
         assert result.exit_code == 3
         assert result.output.splitlines()[-1].startswith("beyond tolerance: step time of slow is +")
+        assert "further off than aimed at (3 points for a cause, 5 % for memory): compute_slowdown" in result.output
         result = self.run(folder, "--hardware", HARDWARE, "--tolerance", 20)
         assert result.exit_code == 0
         result = self.run(folder, "--hardware", HARDWARE, "--json", "-")

@@ -21,7 +21,6 @@ import math
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -30,19 +29,12 @@ from odc_sim.errors import InputError
 from odc_sim.idle import Span
 from odc_sim.measured import DIRECTIONS
 from odc_sim.measured_one_stream import parts_on_one_stream
+from odc_sim.measured_rank import Late, RankSpans
 from odc_sim.schedules import Schedule, make_schedule
 from odc_sim.timeline import Timeline
 
 STEPS = ("optimizer", "publish")
 """Kinds of spans on the compute stream that are idle for a cause of the same name."""
-
-
-class _Late(NamedTuple):
-    """From `start_s` to `end_s` a rank stood at a collective that a peer had not reached."""
-
-    start_s: float
-    end_s: float
-    cause: str
 
 
 class _Part(NamedTuple):
@@ -54,72 +46,6 @@ class _Part(NamedTuple):
     awaited: Span | None = None
     host: tuple[tuple[float, float], ...] = ()
     """From when to when the host was not ready."""
-
-
-@dataclass(slots=True)
-class _Rank:
-    """One rank's spans of one minibatch, by stream, in time order."""
-
-    computes: list[Span] = field(default_factory=list)
-    unshards: list[Span] = field(default_factory=list)
-    reduces: list[Span] = field(default_factory=list)
-    hosts: dict[tuple[str, int, int], list[Span]] = field(default_factory=lambda: defaultdict(list))
-    """By kind, unit and microbatch: the root has two in the backward, of the head and of the embedding."""
-    gathers: dict[tuple[int, int], list[Span]] = field(default_factory=lambda: defaultdict(list))
-    """By (unit, microbatch): of its forward, then of its backward."""
-    reduction: dict[tuple[int, int], Span] = field(default_factory=dict)
-    closing: dict[tuple[int, int], Span] = field(default_factory=dict)
-    """The last span of each unit's backward: after it its gradients are there."""
-    late: list[_Late] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, spans: Iterable[Span]) -> "_Rank":
-        rank = cls()
-        streams = {"compute": rank.computes, "unshard": rank.unshards, "reduce": rank.reduces}
-        for span in sorted(spans, key=lambda span: (span.start_s, span.end_s)):
-            if span.stream == "host":
-                rank.hosts[span.kind, span.unit, span.microbatch].append(span)
-            elif span.kind != "wait":
-                streams[span.stream].append(span)
-        for span in rank.unshards:
-            rank.gathers[span.unit, span.microbatch].append(span)
-        rank.closing = {(s.unit, s.microbatch): s for s in rank.works if s.kind in ("backward", "recompute")}
-        for span in rank.reduces:
-            rank.reduction.setdefault((span.unit, span.microbatch), span)
-        return rank
-
-    @property
-    def works(self) -> list[Span]:
-        """Compute without optimizer and publish."""
-        return [span for span in self.computes if span.kind in DIRECTIONS]
-
-    @property
-    def start_s(self) -> float:
-        """When its first span on any stream began; 0 without one."""
-        streams = (self.computes, self.unshards, self.reduces, *self.hosts.values())
-        return min((spans[0].start_s for spans in streams if spans), default=0.0)
-
-    @property
-    def arrival_s(self) -> float:
-        """When all its microbatches are done, their reductions included."""
-        ends = [span.end_s for span in (*self.works, *self.reduces) if span.microbatch >= 0]
-        return max(ends, default=0.0)
-
-    def gather_of(self, span: Span) -> Span | None:
-        """The gather that a compute span awaits; None where its unit was there already."""
-        found = self.gathers.get((span.unit, span.microbatch), [])
-        if span.kind == "forward":
-            return found[0] if found else None
-        return found[1] if span.kind != "head_loss" and len(found) > 1 else None
-
-    def host_of(self, span: Span) -> Span | None:
-        """When the host enqueued a compute span; that of the unit's backward includes its recompute."""
-        kind = "backward" if span.kind == "recompute" else span.kind
-        found = self.hosts.get((kind, span.unit, span.microbatch))
-        if not found:
-            return None
-        ends = self.closing.get((span.unit, span.microbatch)) is span
-        return found[-1] if ends else found[0]
 
 
 def attribute(timeline: Timeline, schedule: str, *, one_stream: bool = False) -> Timeline:
@@ -145,7 +71,7 @@ def attribute(timeline: Timeline, schedule: str, *, one_stream: bool = False) ->
         spans = timeline.spans(number)
         _check(spans, number)
         end_s = max((span.end_s for span in spans if span.stream != "host"), default=0.0)
-        by_rank = {rank: _Rank.of(span for span in spans if span.rank == rank) for rank in ranks}
+        by_rank = {rank: RankSpans.of(span for span in spans if span.rank == rank) for rank in ranks}
         if not rules.one_sided:
             _find_late(by_rank, rules, number)
         arrived_s = max((rank.arrival_s for rank in by_rank.values()), default=0.0)
@@ -168,7 +94,7 @@ def _check(spans: Sequence[Span], minibatch: int) -> None:
             )
 
 
-def _find_late(ranks: Mapping[int, _Rank], rules: Schedule, minibatch: int) -> None:
+def _find_late(ranks: Mapping[int, RankSpans], rules: Schedule, minibatch: int) -> None:
     """For each rank, when it stood at a collective that a peer had not reached.
 
     The collectives of a communicator run one at a time, so a rank is kept waiting by the peers only from when the
@@ -195,11 +121,11 @@ def _find_late(ranks: Mapping[int, _Rank], rules: Schedule, minibatch: int) -> N
         for name, span in sorted(own, key=lambda item: item[1].end_s):
             start_s, end_s = max(span.start_s, free_s), min(last_s[name], span.end_s)
             if end_s > start_s:
-                ranks[rank].late.append(_Late(start_s, end_s, _lateness(span, rules)))
+                ranks[rank].late.append(Late(start_s, end_s, _lateness(span, rules)))
             free_s = span.end_s
 
 
-def _named(rank: _Rank) -> Iterator[tuple[tuple[str, int, int], Span]]:
+def _named(rank: RankSpans) -> Iterator[tuple[tuple[str, int, int], Span]]:
     """Each transfer with a name that is the same on every rank: kind, unit, and how many of these came before."""
     counts: dict[tuple[str, int], int] = defaultdict(int)
     for span in (*rank.unshards, *rank.reduces):
@@ -213,7 +139,7 @@ def _lateness(span: Span, rules: Schedule) -> str:
     return "imbalance_microbatch" if span.kind == "reduce" and span.unit == 0 else "imbalance_layer"
 
 
-def _filled(number: int, rank: _Rank, gaps: "_Gaps", end_s: float) -> Iterator[Span]:
+def _filled(number: int, rank: RankSpans, gaps: "_Gaps", end_s: float) -> Iterator[Span]:
     """The compute stream of rank `number` from 0 to `end_s`, waits included."""
     before: Span | None = None
     clock_s = 0.0
@@ -233,7 +159,7 @@ def _filled(number: int, rank: _Rank, gaps: "_Gaps", end_s: float) -> Iterator[S
 class _Gaps:
     """What the gaps of one rank's compute stream consist of."""
 
-    def __init__(self, rank: _Rank, rules: Schedule, arrived_s: float, one_stream: bool) -> None:
+    def __init__(self, rank: RankSpans, rules: Schedule, arrived_s: float, one_stream: bool) -> None:
         self.rank, self.rules, self.arrived_s, self.one_stream = rank, rules, arrived_s, one_stream
         self.works = rank.works
         self.transfers = sorted((*rank.unshards, *rank.reduces), key=lambda span: span.start_s)
@@ -294,7 +220,7 @@ class _Gaps:
         return _Part(end_s, "exposed_reduce" if held else "exposed_unshard", gather, tuple(late))
 
 
-def _pieces(late: Sequence[_Late], start_s: float, parts: Iterable[_Part]) -> Iterator[tuple[str, float, float]]:
+def _pieces(late: Sequence[Late], start_s: float, parts: Iterable[_Part]) -> Iterator[tuple[str, float, float]]:
     """(cause, start, end) of the pieces of a gap that begins at `start_s`, neighbours of one cause as one."""
     cause, since_s, clock_s = "", start_s, start_s
     for part in parts:

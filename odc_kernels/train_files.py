@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from odc_kernels.train_checkpoint import newest
 from odc_kernels.train_job import Job
 from odc_kernels.train_loop import Spans
 from odc_sim.errors import InputError
@@ -38,11 +39,17 @@ def check_folder(job: Job) -> None:
     """Refuse to write a run over another one, or to resume what is none.
 
     Raises:
-        InputError: the folder has a run although it is not resumed, or has none although it is.
+        InputError: the folder has a run although it is not resumed; or it has none, no checkpoint, or nothing left to
+            do although it is.
     """
     if job.resume:
         if not (job.out / PLAN).is_file() or not (job.out / CONFIG).is_file():
             raise InputError(f"--resume: {job.out} holds no {PLAN} and {CONFIG}; expected the folder of a run (--out)")
+        finished, _ = newest(job.out)
+        if finished >= job.config.steps:
+            raise InputError(
+                f"--resume: {finished} minibatches are finished, {job.config.steps} were asked for (--steps)"
+            )
     elif (job.out / STEPS).exists() or (job.out / PLAN).exists():
         raise InputError(f"--out {job.out}: holds a run; choose another folder, or go on with it: --resume")
     elif job.out.exists() and not job.out.is_dir():

@@ -129,12 +129,12 @@ def _parquet(file: Path) -> Iterator[Any]:
     import pyarrow.parquet as pq
 
     try:
+        if COLUMN not in pq.read_schema(file).names:
+            raise InputError(f"{show_path(file)}: no column {COLUMN!r}")
         table = pq.read_table(file, columns=[COLUMN])
     except (OSError, pa.ArrowException) as error:
         reason = str(error).splitlines()[0]
         raise InputError(f"{show_path(file)}: cannot be read as Parquet: {reason}") from None
-    if COLUMN not in table.column_names:
-        raise InputError(f"{show_path(file)}: no column {COLUMN!r}")
     for value in table.column(COLUMN):
         yield None if value.as_py() is None else value.values.to_numpy(zero_copy_only=False)
 

@@ -5,13 +5,13 @@ import triton.language as tl
 from triton.language.extra.cuda import globaltimer
 
 
-@triton.jit
+@triton.jit  # pragma: cuda-only
 def note_kernel(moment):
     """*moment = now, in nanoseconds."""
     tl.store(moment, globaltimer())
 
 
-@triton.jit(do_not_specialize=["number"])
+@triton.jit(do_not_specialize=["number"])  # pragma: cuda-only
 def wait_kernel(moment, durations, number):
     """End no earlier than `durations`[number] nanoseconds after *moment."""
     until = tl.load(moment) + tl.load(durations + number)

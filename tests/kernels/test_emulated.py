@@ -90,14 +90,14 @@ def test_seconds_are_those_of_the_cost_model():
 
 def test_forward_and_backward_take_their_units_seconds():
     costs = replace(fitted_costs(QWEN), layers=2)
-    lm = EmulatedLm(replace(QWEN, layers=2), costs, time_scale=0.3, device=CPU)
+    lm = EmulatedLm(replace(QWEN, layers=2), costs, time_scale=1.0, device=CPU)
     one = batch(20_000, 2_000)
     embedding, layer, head, *_ = seconds = lm.seconds(one).tolist()
-    assert min(layer, head) > 0.005
+    assert min(layer, head) > 0.02
     forward_s = embedding + 2 * layer + head
     backward_s = seconds[3] + 2 * seconds[4] + seconds[5]
     took = []
-    for _ in range(7):
+    for _ in range(4):
         start = time.perf_counter()
         loss = lm(one)
         middle = time.perf_counter()

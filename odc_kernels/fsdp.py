@@ -10,14 +10,16 @@
         odc.publish()                                   # 3: in place of optimizer.zero_grad()
 
 Each rank reads the parameters it needs from the others and adds its gradients to theirs, without their help; ranks meet
-twice a minibatch. Gradients are what `fully_shard` gives: summed over microbatches, divided by the number of ranks. A
-rank that dies or stays away makes every other one raise, at the latest after `timeout_s` seconds, with its name.
+twice a minibatch. Hosts meet ahead of their devices, none waits for its own, and devices wait for each other: gradients
+are there for what follows on the current stream. They are what `fully_shard` gives: summed over microbatches, divided
+by the number of ranks. A rank that dies or stays away makes every other one raise, at the latest after `timeout_s`
+seconds, with its name.
 
 With torch.amp.GradScaler, call `scaler.scale(...)` once on every rank before the first step: it refuses to unscale on a
 rank that had no microbatch yet. `publish()` also after a step that it skipped.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Literal, Self, TypeVar
 
@@ -47,10 +49,11 @@ class OnDemand:
         model: sharded over one mesh, of one dimension or (replicate, shard). It may be on a GPU or on a CPU.
         gradient_divide_factor: what sums of gradients are divided by; None: the number of ranks, as FSDP2 does. In
             place of FSDP2's own setting, which must not be used meanwhile.
-        timeout_s: how long a rank waits for others before it raises. A rank's lead in a minibatch counts.
-        deterministic: gradients are bitwise repeatable, for world_size times the memory of the accumulators.
-        overlap: let the next forward of a minibatch run beside the last pushes of this backward. The gradients of the
-            last unit (the root) then stay in memory until the next backward.
+        timeout_s: how long a rank waits for others before it raises. A rank's lead in a minibatch counts. A rank whose
+            device waits that long for another's, which died or is stuck although its host had come, ends itself.
+        deterministic: gradients are bitwise repeatable, for world_size times the memory of the accumulators. A unit's
+            first push of a minibatch is then made by copy engines, which neither wait for the compute nor slow it.
+        overlap: let the next forward of a minibatch run beside the last pushes of this backward.
         local_sum: keep gradients on each rank and push them once, in the last microbatch: 4 bytes a parameter a rank.
         observe: called with each unit's two transfers; what it returns is called in their place (to time them, say).
 
@@ -83,6 +86,8 @@ class OnDemand:
         divisor = float(
             dist.get_world_size(mesh.everyone) if gradient_divide_factor is None else gradient_divide_factor
         )
+        if not divisor:
+            raise InputError("OnDemand: got gradient_divide_factor 0, expected what sums of gradients are divided by")
         if mesh.world_size == 1 and self._replicated:
             raise InputError("OnDemand: got a mesh that shards over 1 rank; nothing is gathered, use DDP")
         self._model = model
@@ -104,7 +109,7 @@ class OnDemand:
                 )
                 self._restrain(True)
             self._state.publish()
-            self._meet("open of OnDemand")
+            self._meet_devices("open of OnDemand")
         except BaseException:
             self._abandon()
             raise
@@ -142,10 +147,9 @@ class OnDemand:
         self._minibatch += 1
         what = f"end of minibatch {self._minibatch}"
         self._state.set_gradients()
-        self._synchronize()
-        self._meet(what, problem=self._state.problem(), all_alive=True)
+        self._meet_devices(what, self._state.problem, all_alive=True)
         self._phase = "stepping"
-        self._meeting.watch.expose(f"optimizer step of minibatch {self._minibatch}")
+        self._meeting.watch.expose(f"optimizer step of minibatch {self._minibatch}", self._state.signals)
         self._state.drain()
 
     def publish(self) -> None:
@@ -161,12 +165,12 @@ class OnDemand:
             lost = "has gradients that no end_of_minibatch() has summed" if self._state.pushed() else None
             self._synchronize()
             self._meet("publish before the end of a minibatch", problem=lost)
-        self._meeting.watch.expose(None)
         for module in self._modules:
             module.reshard()  # a forward without backward leaves the root gathered
         self._state.publish()
-        self._synchronize()
-        self._meet(f"publish after minibatch {self._minibatch}")
+        what = f"publish after minibatch {self._minibatch}"
+        self._meet_devices(what)
+        self._meeting.watch.expose(what, self._state.signals, until_passed=True)
         self._phase = "training"
 
     def close(self) -> None:
@@ -178,9 +182,12 @@ class OnDemand:
         if self._phase == "closed":
             return
         waiting = self._phase != "failed"
-        self._restore()
-        if waiting:
-            self._state.close()
+        try:
+            self._restore()
+            if waiting:
+                self._state.close()
+        finally:
+            self._meeting.watch.close()
 
     @property
     def window_bytes(self) -> dict[str, int]:
@@ -199,12 +206,24 @@ class OnDemand:
             self._abandon()
 
     def _mark(self, *, last: bool) -> None:
+        self._state.forget_inputs()
         for root in self._roots:
             root.set_is_last_backward(last or not self._overlap)
             if self._local_sum:
                 root.set_requires_gradient_sync(last)
                 if self._replicated:
                     root.set_requires_all_reduce(False)
+
+    def _meet_devices(
+        self, what: str, problem: Callable[[], str | None] = lambda: None, *, all_alive: bool = False
+    ) -> None:
+        """What is enqueued from here on finds all ranks' work until here finished; hosts do not wait for devices."""
+        signals = self._state.signals
+        if signals is not None:
+            signals.signal()
+        self._meet(what, problem=problem(), all_alive=all_alive)
+        if signals is not None:
+            signals.wait()
 
     def _meet(self, what: str, *, problem: str | None = None, all_alive: bool = False) -> None:
         try:
@@ -214,6 +233,8 @@ class OnDemand:
         except BaseException:
             self._phase = "failed"
             self._meeting.watch.expose(None)
+            if self._state.signals is not None:
+                self._state.signals.release()
             raise
 
     def _expect(self, phase: Phase, what: str) -> None:
@@ -246,7 +267,6 @@ class OnDemand:
 
     def _restore(self) -> None:
         self._phase = "closed"
-        self._meeting.watch.close()
         for root in self._roots:
             root.set_is_last_backward(True)
             if self._local_sum:

@@ -4,6 +4,7 @@ Neither waits for another rank. Both run on the streams FSDP2 gives them, so its
 """
 
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -14,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from odc_kernels.fsdp_layout import Unit
 from odc_kernels.gather import gather
 from odc_kernels.scatter_accumulate import scatter_accumulate
+from odc_kernels.signals import Signals
 from odc_kernels.window import Window
 from odc_sim.errors import InputError
 
@@ -44,8 +46,12 @@ class Drift:
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self._units = units
-        self._differs = torch.zeros(len(units), dtype=torch.bool, device=units[0].device)
+        device = units[0].device
+        self._differs = torch.zeros(len(units), dtype=torch.bool, device=device)
         self._compared = [False] * len(units)
+        self._aside = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._last: torch.cuda.Event | None = None
+        """Behind the last comparison."""
 
     def compare(self, number: int, shard: torch.Tensor, published: torch.Tensor) -> None:
         """Check unit `number`, and enqueue the comparison bit by bit, unless done in this minibatch.
@@ -66,12 +72,18 @@ class Drift:
         if shard.nbytes % 8:
             bits = torch.int16 if shard.dtype.itemsize == 2 else torch.int32
         torch.any(shard.view(bits) != published.view(bits), dim=0, out=self._differs[number])
+        if self._aside is not None:  # pragma: cuda-only
+            self._last = torch.cuda.current_stream(shard.device).record_event()
 
     def problem(self) -> str | None:
-        """Which units differ. Waits for the device."""
+        """Which units differ. Waits for the last comparison, not for what the device does since."""
         if not any(self._compared):
             return None
-        differs = self._differs.tolist()
+        if self._aside is not None:  # pragma: cuda-only
+            assert self._last is not None
+            self._aside.wait_event(self._last)
+        with torch.cuda.stream(self._aside):
+            differs = self._differs.tolist()
         names = [unit.name for unit, unit_differs in zip(self._units, differs, strict=True) if unit_differs]
         if not names:
             return None
@@ -89,7 +101,7 @@ class Drift:
 class Gather:
     """The all_gather of one unit: reads the peers' published shards; FSDP has put the own one in place."""
 
-    def __init__(self, unit: Unit, number: int, window: Window, offset: int, drift: Drift) -> None:
+    def __init__(self, unit: Unit, number: int, window: Window, offset: int, drift: Drift, signals: Signals) -> None:
         self._name = unit.name
         self._numel = unit.numel
         self._number = number
@@ -98,6 +110,7 @@ class Gather:
         self.published = window.local[offset : offset + unit.numel]
         """Where this rank shows its own shard."""
         self._drift = drift
+        self._signals = signals
         self.allowed = True
         """Cleared while what is published is out of date."""
 
@@ -125,6 +138,7 @@ class Gather:
                 f"{self._name}: got a shard of {input_tensor.numel()} x {input_tensor.dtype}, expected {self._numel} x "
                 f"{self._window.dtype} as published: its parameters were replaced or sharded anew; open OnDemand after"
             )
+        self._signals.transfer()
         self._drift.compare(self._number, input_tensor, self.published)
         gather(self._window, output_tensor, offset=self._offset, skip_self=True)
 
@@ -135,14 +149,29 @@ class Push:
     What FSDP takes for the result is a piece of its own input, which nobody reads: gradients come from `OnDemand`.
     """
 
-    def __init__(self, unit: Unit, window: Window, offset: int, *, deterministic: bool, replicated: bool) -> None:
+    def __init__(
+        self,
+        unit: Unit,
+        window: Window,
+        offset: int,
+        signals: Signals,
+        *,
+        scale: float,
+        deterministic: bool,
+        replicated: bool,
+    ) -> None:
+        """`scale`: of what is added; in the deterministic layout the drain scales."""
         self._name = unit.name
         self._numel = sum(shard.numel for shard in unit.trained)
         self._window = window
         self._offset = offset
+        self._signals = signals
+        self._scale = 1.0 if deterministic else scale
         self._deterministic = deterministic
         self._replicated = replicated
         self._input: torch.Tensor | None = None
+        self._sent: weakref.ref[torch.Tensor] | None = None
+        self._stream: torch.cuda.Stream | None = None
         self.pushed = False
         """Whether this rank pushed since it was last cleared."""
 
@@ -174,8 +203,41 @@ class Push:
             )
         if input_tensor.dtype not in (torch.float32, torch.bfloat16):
             raise InputError(f"{self._name}: got reduce_dtype {input_tensor.dtype}, expected fp32 or bf16")
-        scatter_accumulate(self._window, input_tensor, offset=self._offset, deterministic=self._deterministic)
+        self._signals.transfer()
+        scatter_accumulate(
+            self._window,
+            input_tensor,
+            offset=self._offset,
+            scale=self._scale,
+            deterministic=self._deterministic,
+            overwrite=self._deterministic and not self.pushed,
+        )
         self.pushed = True
+        self._sent = weakref.ref(input_tensor)
+        if input_tensor.device.type == "cuda":  # pragma: cuda-only
+            self._stream = torch.cuda.current_stream(input_tensor.device)
+
+    def forget_input(self) -> None:
+        """Give the last input's memory back as soon as it is pushed. FSDP keeps that of the last unit of a backward,
+        the root, until the next one if it is not told to wait for it."""
+        sent = None if self._sent is None else self._sent()
+        self._sent = None
+        if sent is None:
+            return
+        if self._stream is not None:  # pragma: cuda-only
+            sent.record_stream(self._stream)  # else it would be reused in the order of the stream that allocated it
+        sent.untyped_storage().resize_(0)
+
+    @torch.no_grad()
+    def fill_slots(self) -> None:
+        """Without a push in this minibatch, replace what the slots hold of an earlier one by zeros."""
+        if self.pushed or not self._deterministic:
+            return
+        window = self._window
+        start = self._offset + window.rank * (window.numel // window.world_size)
+        for peer in window.peers:
+            assert peer is not None
+            peer[start : start + self._numel].zero_()
 
 
 class StockGather:

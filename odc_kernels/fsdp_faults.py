@@ -2,7 +2,7 @@
 
 `Meeting` is a rendezvous that Ctrl-C interrupts and that a death on this host ends at once. `Watch` looks after the one
 stretch in which this package does not wait itself: between two meetings the user's own collectives run (the norm of the
-gradients, say), and with a dead rank those can hang far beyond any deadline of ours.
+gradients, say), and devices wait for each other; with a dead rank both can hang far beyond any deadline of ours.
 """
 
 import os
@@ -11,14 +11,17 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from odc_kernels.rendezvous import Rendezvous, WindowError
+from odc_kernels.signals import Signals
 
 NOTICE_S = 0.2
 """A connection may end a moment before the process it belonged to."""
+DEVICE_POLL_SHARE = 0.05
+"""Of the deadline: how often to look whether the device waits for another one."""
 POLL_S = 0.01
 POLL_SHARE = 0.01
 """Of the time waited so far: what a sleep between two looks may add to the wait."""
@@ -36,7 +39,9 @@ class Watch:
         self._names = names
         self._lock = threading.Lock()
         self._died_s: dict[int, float] = {}
-        self._exposed: tuple[str, float] | None = None
+        self._exposed: _Exposed | None = None
+        self._waits_since_s: float | None = None
+        """Since when the device has been seen waiting for another one."""
         self._handles: dict[int, int] = {}
         own = identify()
         for rank, person in enumerate(people):
@@ -54,10 +59,14 @@ class Watch:
         with self._lock:
             return sorted(self._died_s, key=self._died_s.__getitem__)
 
-    def expose(self, what: str | None) -> None:
-        """Say that this rank now runs `what`, which cannot be finished without all ranks; None: no longer."""
+    def expose(self, what: str | None, signals: Signals | None = None, *, until_passed: bool = False) -> None:
+        """Say that this rank now runs `what`, which cannot be finished without all ranks; None: no longer.
+
+        With `signals` its device may also wait for another's; `until_passed`: it is over when the device is through.
+        """
         with self._lock:
-            self._exposed = None if what is None else (what, time.monotonic())
+            self._exposed = None if what is None else _Exposed(what, time.monotonic(), signals, until_passed)
+            self._waits_since_s = None
         os.write(self._waker, b".")
 
     def close(self) -> None:
@@ -85,16 +94,38 @@ class Watch:
         """Milliseconds after which to look again; None: when something happens."""
         with self._lock:
             exposed, died_s = self._exposed, dict(self._died_s)
-        if exposed is None or not died_s:
+        if exposed is None:
             return None
-        what, since_s = exposed
-        left_s = max(since_s, min(died_s.values())) + self._timeout_s - time.monotonic()
-        if left_s > 0:
-            return left_s * 1e3 + 1
-        names = ", ".join(self._names[rank] for rank in self.dead())
-        message = f"{what}: {names} died, and this rank was still in it {self._timeout_s:g} s later: ending it"
-        print(message, file=sys.stderr, flush=True)
+        signals, now_s = exposed.signals, time.monotonic()
+        if exposed.until_passed and (signals is None or signals.passed()):
+            return None
+        if signals is not None and signals.waiting():
+            self._waits_since_s = self._waits_since_s or now_s
+        else:
+            self._waits_since_s = None
+        again_s = self._timeout_s * DEVICE_POLL_SHARE if signals is not None else None
+        if died_s:
+            left_s = max(exposed.since_s, min(died_s.values())) + self._timeout_s - now_s
+            if left_s <= 0:
+                names = ", ".join(self._names[rank] for rank in self.dead())
+                self._end(f"{exposed.what}: {names} died, and this rank was still in it {self._timeout_s:g} s later")
+            again_s = min(left_s, again_s or left_s)
+        if self._waits_since_s is not None and now_s - self._waits_since_s >= self._timeout_s:
+            assert signals is not None
+            names = ", ".join(self._names[rank] for rank in signals.missing())
+            self._end(f"{exposed.what}: the device of this rank waited {self._timeout_s:g} s for that of {names}")
+        return None if again_s is None else again_s * 1e3 + 1
+
+    def _end(self, message: str) -> None:
+        print(f"{message}: ending it", file=sys.stderr, flush=True)
         os._exit(1)
+
+
+class _Exposed(NamedTuple):
+    what: str
+    since_s: float
+    signals: Signals | None
+    until_passed: bool
 
 
 class Meeting(Rendezvous):

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from odc_kernels.fsdp_comm import Drift, Gather, Observe, Push
 from odc_kernels.fsdp_layout import Mesh, Unit
 from odc_kernels.scatter_accumulate import accumulator_numel, drain
+from odc_kernels.signals import Signals
 from odc_kernels.window import Window, open_window
 
 ALIGNMENT = 64
@@ -56,14 +57,25 @@ class Sharded:
             self._numel = _aligned(self._numel + sum(shard.numel for shard in unit.trained))
         numel = accumulator_numel(self._numel, mesh.world_size, deterministic=deterministic)
         self._accumulators = open_(numel, torch.float32, name="gradients")
+        everyone = dist.get_process_group_ranks(mesh.everyone)
+        ranks = [everyone.index(rank) for rank in dist.get_process_group_ranks(mesh.group)]
+        self.signals = Signals(open_(mesh.world_size, torch.int32, name="signals"), ranks)
 
         self._gathers = [
-            Gather(unit, number, self._windows[unit.dtype], start, self._drift)
+            Gather(unit, number, self._windows[unit.dtype], start, self._drift, self.signals)
             for number, (unit, start) in enumerate(zip(units, starts, strict=True))
         ]
         replicated = mesh.replicas is not None
         self._pushes = [
-            Push(unit, self._accumulators, offset, deterministic=deterministic, replicated=replicated)
+            Push(
+                unit,
+                self._accumulators,
+                offset,
+                self.signals,
+                scale=1 / divisor,
+                deterministic=deterministic,
+                replicated=replicated,
+            )
             for unit, offset in zip(units, offsets, strict=True)
         ]
         self._casts: list[tuple[torch.Tensor, int]] = []
@@ -97,19 +109,28 @@ class Sharded:
         """Whether this rank pushed since the last publish."""
         return any(push.pushed for push in self._pushes)
 
+    def forget_inputs(self) -> None:
+        """Between microbatches: give back what FSDP keeps of the last backward."""
+        for push in self._pushes:
+            push.forget_input()
+
     def set_gradients(self) -> None:
         """Set every gradient, for `drain` to fill: done before ranks meet, it hides behind the device's last work."""
         for gather in self._gathers:
             gather.allowed = False
+        for push in self._pushes:
+            push.fill_slots()
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
 
     @torch.no_grad()
     def drain(self) -> None:
         """Fill the gradients; all ranks' pushes are finished."""
-        total = drain(self._accumulators, self._numel, deterministic=self._deterministic)
-        if self._divisor != 1:
-            total.mul_(1 / self._divisor)
+        if self._deterministic:
+            scale = 1 / self._divisor
+            total = drain(self._accumulators, self._numel, deterministic=True, scale=scale, in_place=True)
+        else:
+            total = drain(self._accumulators, self._numel)
         if self._replicas is not None:
             dist.all_reduce(total, group=self._replicas)
         for buffer, offset in self._casts:
@@ -119,7 +140,8 @@ class Sharded:
     def publish(self) -> None:
         """Drop gradients, show parameters; ranks must meet before and after."""
         self._clear()
-        self._accumulators.local.zero_()
+        if not self._deterministic:  # there the first push overwrites
+            self._accumulators.local.zero_()
         for targets, sources in self._shown.values():
             torch._foreach_copy_(targets, sources)
         self._drift.restart()
@@ -136,7 +158,7 @@ class Sharded:
 
     def close(self) -> None:
         """Free the windows, with all ranks."""
-        for window in (*self._windows.values(), self._accumulators):
+        for window in (*self._windows.values(), self._accumulators, self.signals):
             window.close()
 
     def _install(self, observe: Observe) -> None:
@@ -164,7 +186,7 @@ class Sharded:
         if not trained:
             return
         dtype, numel = trained[0].parameter.dtype, sum(shard.numel for shard in trained)
-        if dtype == torch.float32 and not self._deterministic:
+        if dtype == torch.float32:
             buffer = self._accumulators.local[offset : offset + numel]
         else:
             buffer = torch.empty(numel, dtype=dtype, device=unit.device)
@@ -189,6 +211,7 @@ class Alone:
     """The same of a model on one rank, where FSDP2 calls no transfer."""
 
     num_hooks = 0
+    signals = None
 
     def __init__(self, parameters: Sequence[DTensor], *, divisor: float) -> None:
         self._parameters = parameters
@@ -205,6 +228,9 @@ class Alone:
     def pushed(self) -> bool:
         """Whether there are gradients."""
         return any(parameter.grad is not None for parameter in self._parameters)
+
+    def forget_inputs(self) -> None:
+        """None are kept."""
 
     def set_gradients(self) -> None:
         """FSDP has."""

@@ -1,8 +1,8 @@
-"""The Triton kernels: pull from peers, add into peers. `gather` and `scatter_accumulate` launch them.
+"""The Triton kernels: pull from peers, add into peers, add up slots, signal and wait. Other modules launch them.
 
-Both walk a list of tiles, tile t of peer (rank + 1 + i) % world_size being entry t * world_size + i, with the programs
-striding over it. So every program alternates between peers: all links are busy all the time, the cheap local part hides
-behind the links, and no two ranks start on the same peer.
+The first two walk a list of tiles, tile t of peer (rank + 1 + i) % world_size being entry t * world_size + i, with the
+programs striding over it. So every program alternates between peers: all links are busy all the time, the cheap local
+part hides behind the links, and no two ranks start on the same peer.
 
 Whole tiles are moved without a mask: a mask whose end is not a multiple of 16 would narrow every access of a shard with
 an odd size to one element. With TRITON_INTERPRET=1, set before this module is imported, they run on CPU tensors.
@@ -53,9 +53,10 @@ def push_add_kernel(
     offset,  # in the window, elements
     rank,
     world_size,
+    scale,
     block: tl.constexpr,
 ):
-    """window of r [offset : offset + shard_numel] += gradients[r * shard_numel : (r + 1) * shard_numel], every rank r.
+    """window of r [offset : offset + shard_numel] += scale * gradients[r * shard_numel : ...], for every rank r.
 
     Each addition is atomic, so any number of ranks and streams may push at once. Nothing is read back: on sm_90 a
     thread's four additions are one 16-byte reduction that the owner's L2 carries out. Denormals are flushed to zero.
@@ -69,8 +70,60 @@ def push_add_kernel(
         from_ = gradients + (peer.to(tl.int64) * shard_numel + start) + lanes
         to = target + (offset + start) + lanes
         if start + block <= shard_numel:
-            tl.atomic_add(to, tl.load(from_).to(tl.float32), sem="relaxed", scope="sys")
+            tl.atomic_add(to, tl.load(from_).to(tl.float32) * scale, sem="relaxed", scope="sys")
         else:
             inside = start + lanes < shard_numel
-            values = tl.load(from_, mask=inside).to(tl.float32)
+            values = tl.load(from_, mask=inside).to(tl.float32) * scale
             tl.atomic_add(to, values, mask=inside, sem="relaxed", scope="sys")
+
+
+@triton.jit(do_not_specialize=["world_size"])
+def sum_slots_kernel(
+    slots,  # fp32 [world_size * slot_numel]
+    total,  # fp32 [numel]; may be the first slot itself
+    slot_numel,
+    numel,
+    world_size,
+    scale,
+    block: tl.constexpr,
+):
+    """total = scale * (slots[0] + slots[1] + ...) [: numel], added in this order."""
+    start = tl.program_id(0).to(tl.int64) * block
+    lanes = tl.arange(0, block)
+    from_ = slots + start + lanes
+    if start + block <= numel:
+        whole = tl.load(from_)
+        for _ in range(1, world_size):
+            from_ += slot_numel
+            whole += tl.load(from_)
+        tl.store(total + start + lanes, whole * scale)
+    else:
+        inside = start + lanes < numel
+        part = tl.load(from_, mask=inside)
+        for _ in range(1, world_size):
+            from_ += slot_numel
+            part += tl.load(from_, mask=inside)
+        tl.store(total + start + lanes, part * scale, mask=inside)
+
+
+@triton.jit(do_not_specialize=["rank", "count"])
+def signal_kernel(
+    addresses,  # int64 [world_size], where each rank's int32 [world_size] flags begin
+    rank,
+    count,
+):
+    """flags of r [rank] = count, for every rank r (program r); what this device did before is seen with it."""
+    flags = tl.load(addresses + tl.program_id(0)).to(tl.pointer_type(tl.int32))
+    tl.atomic_xchg(flags + rank, count, sem="release", scope="sys")
+
+
+@triton.jit(do_not_specialize=["count"])
+def wait_kernel(
+    flags,  # int32 [world_size] of this rank
+    count,
+):
+    """Return once each rank r's flag (program r) is at least `count`; what it did before its signal is then seen."""
+    flag = flags + tl.program_id(0)
+    seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+    while seen < count:
+        seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")

@@ -7,6 +7,8 @@ staging buffer, no receiver. A rank may push as often as it has microbatches. Tw
     deterministic   [world_size, numel]: one slot per sender, which `drain` sums in rank order: bitwise repeatable, at
                     world_size times the memory. Pushes of one rank must then be on one stream. The first push of a sum
                     may `overwrite` the slot instead: then copy engines do it, and need not wait for multiprocessors.
+                    Later ones cannot: only the owner could empty the slot before, and a sender that waited for it
+                    would wait for the progress of another rank, from which ODC frees it.
 """
 
 from typing import Literal
@@ -26,6 +28,8 @@ METHODS: tuple[Method, ...] = ("auto", "triton", "torch")
 NUM_PROGRAMS = 132
 BLOCK = 8192  # elements a tile
 NUM_WARPS = 16
+SUM_BLOCK = 2048  # of drain
+SUM_WARPS = 4
 
 
 def accumulator_numel(numel: int, world_size: int, *, deterministic: bool) -> int:
@@ -39,11 +43,13 @@ def scatter_accumulate(
     *,
     offset: int = 0,
     deterministic: bool = False,
+    scale: float = 1.0,
     overwrite: bool = False,
+    skip_self: bool = False,
     method: Method = "auto",
     num_programs: int = NUM_PROGRAMS,
 ) -> None:
-    """Rank r's accumulator [offset : offset + shard] += gradients[r], for every rank r; on the current stream.
+    """Rank r's accumulator [offset : offset + shard] += scale * gradients[r], for every rank r; on the current stream.
 
     Peers see it after a barrier of the window. What is added to must be zeroed, or overwritten, by the first push of a
     sum; a rank that has nothing to push must leave zeros in its slots.
@@ -53,7 +59,9 @@ def scatter_accumulate(
         gradients: [world_size * shard], fp32 or bf16, contiguous, on the window's device.
         offset: where the shard begins in every rank's accumulator; a multiple of 16 is fastest.
         deterministic: the window has a slot per sender.
-        overwrite: replace what the slots held before; only for the deterministic layout.
+        scale: rounded to fp32, as its product with each gradient is.
+        overwrite: replace what the slots held before; only for the deterministic layout, where `drain` can scale.
+        skip_self: with overwrite: leave the own slot alone. Copies within a GPU take multiprocessors.
         method: `triton` on GPUs; on a CPU `torch`, or `triton` where the kernels are interpreted.
         num_programs: Triton programs to launch, of 512 threads each.
 
@@ -68,6 +76,12 @@ def scatter_accumulate(
         raise InputError(
             "scatter_accumulate: overwrite needs the deterministic layout: other ranks' sums would be lost"
         )
+    if overwrite and scale != 1:
+        raise InputError(
+            f"scatter_accumulate: got scale {scale:g} with overwrite, which copies; scale in drain instead"
+        )
+    if skip_self and not overwrite:
+        raise InputError("scatter_accumulate: skip_self is only for overwrite")
     slot_numel = _slot_numel(window, deterministic)
     shard_numel = check_shards(window, gradients, offset, slot_numel)
     if method == "auto":
@@ -78,32 +92,50 @@ def scatter_accumulate(
         return
     start = offset + window.rank * slot_numel * deterministic
     if overwrite:
-        _replace(window, gradients.view(window.world_size, shard_numel), start)
+        _replace(window, gradients.view(window.world_size, shard_numel), start, skip_self=skip_self)
     elif method == "torch":
-        _push_torch(window, gradients.view(window.world_size, shard_numel), start, exclusive=not deterministic)
+        chunks = gradients.view(window.world_size, shard_numel)
+        _push_torch(window, chunks, start, scale, exclusive=not deterministic)
     else:
-        _push_triton(window, gradients, shard_numel, start, num_programs)
+        _push_triton(window, gradients, shard_numel, start, scale, num_programs)
 
 
-def drain(window: Window, numel: int, *, offset: int = 0, deterministic: bool = False) -> torch.Tensor:
+def drain(
+    window: Window,
+    numel: int,
+    *,
+    offset: int = 0,
+    deterministic: bool = False,
+    scale: float = 1.0,
+    in_place: bool = False,
+) -> torch.Tensor:
     """This rank's sum [offset : offset + numel], after a barrier of the window.
 
-    A view of the accumulator in the atomic layout, a new tensor in the deterministic one. Copy what must outlive the
-    next push.
+    A view of the accumulator in the atomic layout. In the deterministic one a new tensor, or (`in_place`) the first
+    slot, whose content is lost, times `scale`. Copy what must outlive the next push.
 
     Raises:
-        InputError: the range does not fit the accumulator.
+        InputError: the range does not fit the accumulator, or the atomic layout is to be scaled, which pushes do.
     """
     slot_numel = _slot_numel(window, deterministic)
     if not (offset >= 0 and numel >= 0 and offset + numel <= slot_numel):
         raise InputError(f"drain: got [{offset}, {offset + numel}), expected a range within [0, {slot_numel})")
     if not deterministic:
+        if scale != 1:
+            raise InputError(f"drain: got scale {scale:g} in the atomic layout; give it to scatter_accumulate")
         return window.local[offset : offset + numel]
     slots = window.local.view(window.world_size, slot_numel)[:, offset : offset + numel]
-    total = slots[0].clone()
+    total = slots[0] if in_place else torch.empty_like(slots[0])
+    if numel > 0 and (window.device.type == "cuda" or launch.interpreted()):
+        launch.kernels().sum_slots_kernel[(-(-numel // SUM_BLOCK),)](
+            slots, total, slot_numel, numel, window.world_size, scale, block=SUM_BLOCK, num_warps=SUM_WARPS
+        )
+        return total
+    if not in_place:
+        total.copy_(slots[0])
     for slot in slots[1:]:
         total += slot
-    return total
+    return total.mul_(scale)
 
 
 def _slot_numel(window: Window, deterministic: bool) -> int:
@@ -118,20 +150,26 @@ def _slot_numel(window: Window, deterministic: bool) -> int:
     return slot_numel
 
 
-def _replace(window: Window, chunks: torch.Tensor, start: int) -> None:
-    peers = [(window.rank + step) % window.world_size for step in range(1, window.world_size + 1)]
-    if window.reaches_all and chunks.dtype == window.dtype:
-        num_bytes = chunks.shape[1] * chunks.element_size()
-        start_bytes, source = start * chunks.element_size(), chunks.data_ptr()
-        sources = [source + peer * num_bytes for peer in peers]
-        targets = [window.pointers[peer] + start_bytes for peer in peers]
-        if copy_batch(targets, sources, num_bytes, window.device):
-            return  # pragma: cuda-only
-    for peer in peers:
-        window.write(chunks[peer], peer, start)
+def _replace(window: Window, chunks: torch.Tensor, start: int, *, skip_self: bool) -> None:
+    peers = [(window.rank + step) % window.world_size for step in range(1, window.world_size)]
+    if not _replace_in_batch(window, chunks, start, peers):
+        for peer in peers:
+            window.write(chunks[peer], peer, start)
+    if not skip_self:  # last, so that the links need not wait for multiprocessors
+        window.write(chunks[window.rank], window.rank, start)
 
 
-def _push_torch(window: Window, chunks: torch.Tensor, start: int, *, exclusive: bool) -> None:
+def _replace_in_batch(window: Window, chunks: torch.Tensor, start: int, peers: list[int]) -> bool:
+    if not peers or not window.reaches_all or chunks.dtype != window.dtype:
+        return not peers
+    num_bytes = chunks.shape[1] * chunks.element_size()
+    start_bytes, source = start * chunks.element_size(), chunks.data_ptr()
+    sources = [source + peer * num_bytes for peer in peers]
+    targets = [window.pointers[peer] + start_bytes for peer in peers]
+    return copy_batch(targets, sources, num_bytes, window.device)
+
+
+def _push_torch(window: Window, chunks: torch.Tensor, start: int, scale: float, *, exclusive: bool) -> None:
     for step in range(1, window.world_size + 1):
         peer = (window.rank + step) % window.world_size
         target = window.peers[peer]
@@ -140,12 +178,14 @@ def _push_torch(window: Window, chunks: torch.Tensor, start: int, *, exclusive: 
         target = target[start : start + chunks.shape[1]]
         if exclusive:
             with window.lock(peer):
-                target += chunks[peer]
+                target.add_(chunks[peer], alpha=scale)
         else:
-            target += chunks[peer]
+            target.add_(chunks[peer], alpha=scale)
 
 
-def _push_triton(window: Window, gradients: torch.Tensor, shard_numel: int, start: int, num_programs: int) -> None:
+def _push_triton(
+    window: Window, gradients: torch.Tensor, shard_numel: int, start: int, scale: float, num_programs: int
+) -> None:
     if not window.reaches_all:  # pragma: cuda-only
         raise InputError(
             "scatter_accumulate: a peer is on another host, where atomic additions do not reach; "
@@ -159,6 +199,7 @@ def _push_triton(window: Window, gradients: torch.Tensor, shard_numel: int, star
         start,
         window.rank,
         window.world_size,
+        scale,
         block=BLOCK,
         num_warps=NUM_WARPS,
     )

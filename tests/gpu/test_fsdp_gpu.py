@@ -48,3 +48,11 @@ def test_a_rank_stuck_in_a_collective_with_a_dead_one_is_ended(capfd):
     assert (
         "optimizer step of minibatch 2: rank 1 died, and this rank was still in it 2 s later" in capfd.readouterr().err
     )
+
+
+def test_a_rank_whose_device_waits_for_a_stuck_one_is_ended(capfd):
+    run_ranks(fsdp_dying.with_a_busy_device, 2, backend="nccl", may_die=True, timeout_s=60)
+    assert (
+        "optimizer step of minibatch 2: the device of this rank waited 2 s for that of rank 1: ending it"
+        in capfd.readouterr().err
+    )

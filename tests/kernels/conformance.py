@@ -19,6 +19,7 @@ from odc_kernels import reference
 from odc_kernels.gather import gather
 from odc_kernels.rendezvous import WindowError
 from odc_kernels.scatter_accumulate import accumulator_numel, drain, scatter_accumulate
+from odc_kernels.signals import Signals
 from odc_kernels.window import BackendName, open_window
 from odc_sim.errors import InputError
 
@@ -212,21 +213,26 @@ def scatter_accumulate_equals_reduce_scatter(setup: Setup) -> None:
                 offset = order.choice((0, 16, order.randrange(capacity - shard)))
                 dtype = order.choice((F32, BF16))
                 pushes = order.randrange(1, 4)
+                scale = order.choice((1.0, 0.5, 1 / 3))
                 window.local.zero_()
                 window.barrier()
                 wanted = torch.zeros(shard, dtype=torch.float64, device=setup.device)
                 for push in range(pushes):
                     gradients = setup.random(5, number, push, setup.rank, numel=shard * setup.world_size, dtype=dtype)
                     if shard:
-                        wanted += reference.exact_reduce_scatter(gradients)
-                    scatter_accumulate(window, gradients, offset=offset, deterministic=deterministic)
+                        wanted += scale * reference.exact_reduce_scatter(gradients)
+                    scatter_accumulate(window, gradients, offset=offset, deterministic=deterministic, scale=scale)
                 window.barrier()
                 total = drain(window, shard, offset=offset, deterministic=deterministic)
                 assert total.dtype == F32
-                assert near(total, wanted, pushes * setup.world_size), (shard, offset, dtype, deterministic)
+                assert near(total, wanted, 2 * pushes * setup.world_size), (shard, offset, dtype, deterministic)
                 rest = drain(window, capacity, deterministic=deterministic).clone()
                 rest[offset : offset + shard] = 0
                 assert not rest.any(), "something was written outside the shard"
+                if deterministic:
+                    halved = drain(window, shard, offset=offset, deterministic=True, scale=0.5, in_place=True)
+                    assert halved.data_ptr() == window.local[offset:].data_ptr() or shard == 0
+                    assert torch.equal(halved, 0.5 * total)
                 window.barrier()
 
 
@@ -348,6 +354,48 @@ def deterministic_mode_repeats_bitwise(setup: Setup) -> None:
             window.barrier()
 
 
+def devices_wait_for_each_other(setup: Setup) -> None:
+    """Pushes, sums and zeroing in turn, with hosts that never wait for their devices."""
+    world_size, numel = setup.world_size, 5000
+    stream = None if setup.cpu else torch.cuda.Stream(setup.device)
+    sums = []
+    with setup.open(numel) as window, setup.open(world_size, torch.int32, name="signals") as flags:
+        signals = Signals(flags, [10 + rank for rank in range(world_size)])
+        assert signals.missing() == []
+
+        def meet() -> None:
+            signals.signal()
+            window._meeting.barrier("hosts")
+            signals.wait()
+
+        for number in range(20):
+            gradients = torch.full((world_size * numel,), number + 1.0, device=setup.device)
+            if stream is not None:
+                stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                signals.transfer()
+                if stream is not None:
+                    torch.cuda._sleep(1_000_000 * ((number + setup.rank) % 3))
+                scatter_accumulate(window, gradients)
+            meet()
+            sums.append(drain(window, numel).clone())
+            window.local.zero_()
+            meet()
+        for number, total in enumerate(sums):
+            assert (total == world_size * (number + 1)).all(), (number, total)
+        window.barrier()
+        assert signals.passed()
+        assert not signals.waiting()
+        assert signals.missing() == []
+        signals._count += 1
+        assert signals.missing() == [10 + rank for rank in range(world_size)]
+        signals.release()
+        window.barrier()
+        assert signals.missing() == []
+        signals.wait()  # returns without the others
+        window.barrier()
+
+
 def overwriting_replaces_what_a_slot_held(setup: Setup) -> None:
     capacity, shard, offset = 1000, 501, 7
     numel = shard * setup.world_size
@@ -367,6 +415,14 @@ def overwriting_replaces_what_a_slot_held(setup: Setup) -> None:
             assert not total[:offset].any()
             assert not total[offset + shard :].any()
             window.barrier()
+        window.local.fill_(-1)
+        window.barrier()
+        ones = torch.ones(numel, device=setup.device)
+        scatter_accumulate(window, ones, deterministic=True, overwrite=True, skip_self=True)
+        window.barrier()
+        for rank, slot in enumerate(window.local.view(setup.world_size, capacity)[:, :shard]):
+            assert (slot == (-1 if rank == setup.rank else 1)).all()
+        window.barrier()
 
 
 def wrong_arguments_are_refused(setup: Setup) -> None:
@@ -405,6 +461,12 @@ def wrong_arguments_are_refused(setup: Setup) -> None:
             scatter_accumulate(window, shards, method="torhc")
         with raises(InputError, "overwrite needs the deterministic layout"):
             scatter_accumulate(window, shards, overwrite=True)
+        with raises(InputError, "got scale 0.5 with overwrite, which copies; scale in drain instead"):
+            scatter_accumulate(window, shards, overwrite=True, deterministic=True, scale=0.5)
+        with raises(InputError, "skip_self is only for overwrite"):
+            scatter_accumulate(window, shards, skip_self=True)
+        with raises(InputError, "drain: got scale 0.5 in the atomic layout"):
+            drain(window, 4, scale=0.5)
         with raises(InputError, "drain: got [8, 12), expected a range within [0, 10)"):
             drain(window, 4, offset=8)
         if 10 % world_size:
@@ -425,6 +487,7 @@ CHECKS: list[Callable[[Setup], None]] = [
     long_additions_at_the_same_place_lose_nothing,
     deterministic_mode_repeats_bitwise,
     overwriting_replaces_what_a_slot_held,
+    devices_wait_for_each_other,
     wrong_arguments_are_refused,
     one_rank_without_room_stops_all,  # last: it leaves the backend without room
 ]

@@ -92,6 +92,21 @@ def deterministic_gradients_repeat_bitwise() -> None:
     assert all(torch.equal(a, b) for a, b in zip(once(), once(), strict=True))
 
 
+def slots_of_ranks_without_a_push_are_empty() -> None:
+    """In every other minibatch a rank has no microbatch; what its slots held of the one before must not count."""
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    net, reference = Case().shard(Case().build()), Case().build()
+    with OnDemand(net, deterministic=True) as odc:
+        for number in range(4):
+            plan = [part if (number + peer) % 2 else [] for peer, part in enumerate(draw(number, world_size, most=3))]
+            for microbatch in odc.minibatch(plan[rank]):
+                loss_of(net, microbatch).backward()
+            if any(plan):
+                reference_step(reference, plan)
+                assert relative_error(net, reference) < 1e-5, number
+            odc.publish()
+
+
 def a_divide_factor_takes_the_place_of_the_number_of_ranks() -> None:
     world_size, rank = dist.get_world_size(), dist.get_rank()
     net, reference = Case().shard(Case().build()), Case().build()
@@ -291,6 +306,8 @@ def what_cannot_work_is_refused() -> None:
     with raises(InputError, "head.weight has a post-accumulate-grad hook (an optimizer in backward"):
         OnDemand(net)
     handle.remove()
+    with raises(InputError, "got gradient_divide_factor 0"):
+        OnDemand(net, gradient_divide_factor=0.0)
     if world_size == 1:
         return
     with OnDemand(net) as odc:
@@ -497,6 +514,7 @@ CHECKS = [
     *EACH,
     options_change_no_gradient,
     deterministic_gradients_repeat_bitwise,
+    slots_of_ranks_without_a_push_are_empty,
     a_gradient_scaler_works_and_may_skip_a_step,
     several_models_in_one_process,
     evaluation_needs_no_equal_counts,

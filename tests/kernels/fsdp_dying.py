@@ -82,6 +82,17 @@ def in_the_step(rank: int) -> None:
     torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0).full_tensor().item()
 
 
+def with_a_busy_device(rank: int) -> None:
+    """Rank 1's host comes to the end of the minibatch, its device does not for ten seconds or so."""
+    net = Case().shard(Case().build())
+    odc = OnDemand(net, timeout_s=2.0)
+    train(odc, net, minibatches=1)
+    if rank == 1:
+        torch.cuda._sleep(20_000_000_000)
+    odc.end_of_minibatch()
+    torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0).full_tensor().item()
+
+
 def script(what: str) -> None:
     """Two ranks, started by hand; nothing catches anything."""
     dist.init_process_group("gloo")

@@ -103,6 +103,47 @@ def test_who_is_gone_before_the_watch_starts_is_not_watched():
     watch.close()
 
 
+class Device:
+    """What Watch asks of Signals; on a CPU no device waits."""
+
+    through = False
+    stays_away = True
+
+    def passed(self):
+        return self.through
+
+    def waiting(self):
+        return self.stays_away and not self.through
+
+    def missing(self):
+        return [1, 2]
+
+
+def watched(monkeypatch, device, seconds, **options):
+    ended = []
+    monkeypatch.setattr(Watch, "_end", lambda self, message: ended.append(message))
+    watch = Watch([identify()] * 3, ["rank 0", "rank 1", "rank 2"], timeout_s=0.4)
+    watch.expose("optimizer step of minibatch 3", device, **options)
+    time.sleep(seconds)
+    watch.close()
+    return ended
+
+
+def test_a_device_that_waits_too_long_for_others_ends_its_rank(monkeypatch):
+    ended = watched(monkeypatch, Device(), 0.3)
+    assert not ended
+    ended = watched(monkeypatch, Device(), 1.0)
+    assert ended[0] == "optimizer step of minibatch 3: the device of this rank waited 0.4 s for that of rank 1, rank 2"
+    late = Device()
+    late.stays_away = False
+    assert not watched(monkeypatch, late, 1.0)
+    gone_on = Device()
+    gone_on.through = True
+    assert not watched(monkeypatch, gone_on, 0.6)
+    assert not watched(monkeypatch, gone_on, 0.6, until_passed=True)
+    assert not watched(monkeypatch, None, 0.6, until_passed=True)
+
+
 def test_the_benchmark_runs(tmp_path):
     fsdp_bench.main(["--tiny", "--ranks", "2", "--out", str(tmp_path)])
     result = json.loads((tmp_path / "fsdp.json").read_text())

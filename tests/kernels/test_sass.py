@@ -19,8 +19,8 @@ from odc_kernels import gather, kernels, scatter_accumulate  # noqa: E402
 ALL = ("shard_numel", "offset")
 
 
-def memory_instructions(function, types: dict[str, str], constants: dict, aligned: tuple[str, ...], num_warps: int):
-    """How often each load, store and reduction appears. Pointers and `aligned` arguments are multiples of 16."""
+def disassembled(function, types: dict[str, str], constants: dict, aligned: tuple[str, ...], num_warps: int) -> str:
+    """A kernel's SASS. Pointers and `aligned` arguments are multiples of 16."""
     names = function.arg_names
     pointers = [name for name, kind in types.items() if kind.startswith("*")]
     source = ASTSource(
@@ -30,13 +30,18 @@ def memory_instructions(function, types: dict[str, str], constants: dict, aligne
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in (*pointers, *aligned)},
     )
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
-    return Counter(re.findall(r"\b((?:REDG?|ATOMG?|LDG|STG)\.[.\w]*)", compiled.asm["sass"]))
+    return compiled.asm["sass"]
+
+
+def memory_instructions(*arguments):
+    """How often each load, store and reduction appears."""
+    return Counter(re.findall(r"\b((?:REDG?|ATOMG?|LDG|STG)\.[.\w]*)", disassembled(*arguments)))
 
 
 def push(gradients: str, aligned: tuple[str, ...] = ALL):
     return memory_instructions(
         kernels.push_add_kernel,
-        {"gradients": gradients, "addresses": "*i64"},
+        {"gradients": gradients, "addresses": "*i64", "scale": "fp32"},
         {"block": scatter_accumulate.BLOCK},
         aligned,
         scatter_accumulate.NUM_WARPS,
@@ -82,3 +87,22 @@ def test_a_pull_may_cast():
     found = pull("*fp32", kernels.DTYPES[gather.torch.bfloat16])
     assert found["LDG.E.64"] + found["LDG.E.128"] > 1
     assert {name for name in found if name.startswith("STG")} == {"STG.E.128"}
+
+
+def test_slots_are_added_up_16_bytes_a_thread():
+    found = memory_instructions(
+        kernels.sum_slots_kernel,
+        {"slots": "*fp32", "total": "*fp32", "scale": "fp32"},
+        {"block": scatter_accumulate.SUM_BLOCK},
+        ("slot_numel", "numel"),
+        scatter_accumulate.SUM_WARPS,
+    )
+    assert {name for name in found if name.startswith(("LDG", "STG"))} == {"LDG.E.128", "STG.E.128"}
+
+
+def test_a_signal_is_released_to_the_system_and_a_wait_reads_it_again_and_again():
+    signal = disassembled(kernels.signal_kernel, {"addresses": "*i64"}, {}, (), 1)
+    assert re.search(r"MEMBAR\.\w+\.SYS.*ATOMG\.E\.EXCH\.STRONG\.SYS", signal, re.DOTALL), signal
+    wait = disassembled(kernels.wait_kernel, {"flags": "*i32"}, {}, (), 1)
+    assert re.search(r"(LBB\d+):[\s\S]*LDG\.E\.STRONG\.SYS[\s\S]*BRA \1;", wait), wait
+    assert "CCTL.IVALL" in wait, "what comes after could read stale values"

@@ -148,6 +148,8 @@ def make_worker(rank: int, job: Job, control: dist.ProcessGroup) -> Worker:
     reduce_dtype = torch.bfloat16 if config.reduce_dtype == "bf16" else torch.float32
     mesh = init_device_mesh(device.type, (config.world_size,))
     shard(model, mesh, param_dtype=dtypes[config.gather_dtype], reduce_dtype=reduce_dtype)
+    if cuda:  # pragma: cuda-only
+        torch.cuda.empty_cache()  # of the whole model, which windows may need: torch does not allocate them
 
     recorder = Recorder(device, offset_s=offset_s, spans=job.timeline)
     units: dict[nn.Module, int] = {layer: unit for unit, layer in enumerate(model.layers, 1)}

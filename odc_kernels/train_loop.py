@@ -84,6 +84,8 @@ class Worker:
         self._cuda = self.device.type == "cuda"
         self._copies = torch.cuda.Stream(self.device) if self._cuda else None
         self._parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        if self._cuda:  # pragma: cuda-only
+            self.other_bytes = self._other_bytes()
         # Numbers of a minibatch are read before those of the one after the next are written.
         self._numbers = [torch.zeros(2, pin_memory=self._cuda) for _ in range(2)]
 

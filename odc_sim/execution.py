@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from odc_sim.costs import ComputeCosts
 from odc_sim.durations import CAUSES, Array, Durations, Outcome
 from odc_sim.hardware import Cluster
-from odc_sim.overlap import beside, stretch
+from odc_sim.overlap import beside, stretch, waiting
 from odc_sim.plans import Plan
 from odc_sim.schedules import Schedule
 from odc_sim.transfers import TransferCosts
@@ -86,6 +86,10 @@ def build_durations(
     # the reduction runs beside what the gather leaves of the layer
     free_s = np.maximum(layer_backward - gather_s * backward_stretch * backward_unshard, 0.0)
     slow_backward += beside(free_s, reduce_s * reduce_stretch * reduces, overlap.reduce.compute) - free_s
+    if not schedule.one_sided and gather_s > 0.0:
+        # ranks are in lockstep wherever they meet at every layer: in these microbatches of each of them
+        slow_forward = _in_step(slow_forward, overlap.waiting, first_unshard)
+        slow_backward = _in_step(slow_backward, overlap.waiting, reduces)
     slowdown = compute.layers * (slow_forward - layer_forward + slow_backward - layer_backward)
 
     return Durations(
@@ -112,6 +116,20 @@ def build_durations(
         floor_s=np.asarray((floored - pure).sum(axis=1)),
         traffic=transfers.traffic,
     )
+
+
+def _in_step(seconds: Array, slowdown: float, meets: NDArray[np.bool_]) -> Array:
+    """`waiting` of compute [B, M, D] in each rank's n-th microbatch that `meets` the other ranks', for every n."""
+    result = seconds.copy()
+    ordinal = np.where(meets, np.cumsum(meets, axis=1) - 1, -1)
+    for n in range(int(ordinal.max(initial=-1)) + 1):
+        rows, _, ranks = nth = np.nonzero(ordinal == n)
+        together = np.zeros((seconds.shape[0], seconds.shape[2]))
+        present = np.zeros(together.shape, dtype=np.bool_)
+        together[rows, ranks] = seconds[nth]
+        present[rows, ranks] = True
+        result[nth] = waiting(together, slowdown, present)[rows, ranks]
+    return result
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -77,6 +77,8 @@ class Overlap:
     unshard: Slowdown
     reduce: Slowdown
     source: str
+    waiting: float = 1.0
+    """How many times longer compute takes beside a collective that waits for another rank; at least 1."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -173,6 +175,7 @@ class _SlowdownTable(_Table):
 
 
 class _TransportSection(_Section):
+    slowdown_waiting: Factor = 1.0
     unshard: _SlowdownTable = Field(default_factory=_SlowdownTable, description="a table of slowdowns")
     reduce: _SlowdownTable = Field(default_factory=_SlowdownTable, description="a table of slowdowns")
 
@@ -310,7 +313,12 @@ def _first(value: float | None, otherwise: float) -> float:
 def _overlap(section: _TransportSection | None) -> Overlap:
     if section is None:
         return Overlap(unshard=Slowdown(), reduce=Slowdown(), source=NOT_MEASURED)
-    return Overlap(unshard=_slowdown(section.unshard), reduce=_slowdown(section.reduce), source=section.source)
+    return Overlap(
+        unshard=_slowdown(section.unshard),
+        reduce=_slowdown(section.reduce),
+        source=section.source,
+        waiting=section.slowdown_waiting,
+    )
 
 
 def _slowdown(table: _SlowdownTable) -> Slowdown:

@@ -139,4 +139,11 @@ def _overlap(calibration: Calibration, transport: str, default: Overlap) -> Over
                 compute=max(1.0, median(compute)) if compute else fallback.compute,
             )
         )
-    return Overlap(unshard=slowdowns[0], reduce=slowdowns[1], source="the calibration, median of large transfers")
+    waiting = [row.slowdown_waiting for row in calibration.transfers if row.op in OPS[transport]]
+    seen = [slowdown for slowdown in waiting if slowdown is not None]
+    return Overlap(
+        unshard=slowdowns[0],
+        reduce=slowdowns[1],
+        source="the calibration, median of large transfers",
+        waiting=max(1.0, median(seen)) if seen else default.waiting,
+    )

@@ -11,6 +11,7 @@ own transfers only) and environment.json, then tables and plots made from them.
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -25,6 +26,7 @@ from odc_kernels.bench_cases import (
     Buffers,
     Case,
     all_gather_case,
+    drain_case,
     gather_cases,
     pieces_case,
     reduce_scatter_case,
@@ -62,6 +64,8 @@ class Options:
     sizes_bytes: tuple[int, ...]
     beside: bool
     variants: bool
+    ways: str
+    """Regular expression: which cases to measure, by "op backend"."""
     command: str
 
 
@@ -74,6 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES_BYTES, help="shard sizes in bytes")
     parser.add_argument("--no-beside", action="store_true", help="skip the timing beside matrix products")
     parser.add_argument("--no-variants", action="store_true", help="skip NCCL with registered buffers")
+    parser.add_argument("--ways", default="", help="only those of which 'op backend' holds this regular expression")
     parsed = parser.parse_args(arguments)
     backend = parsed.backend
     if backend == "auto":
@@ -85,6 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sizes_bytes=tuple(parsed.sizes),
         beside=on_gpu and not parsed.no_beside,
         variants=on_gpu and not parsed.no_variants,
+        ways=parsed.ways,
         command=" ".join(["python -m odc_kernels.bench", *(sys.argv[1:] if arguments is None else arguments)]),
     )
     collectives = "nccl" if on_gpu else "gloo"
@@ -124,7 +130,8 @@ def bench(rank: int, options: Options) -> None:
         windows.published.local.copy_(buffers.published)
         windows.published.barrier()
         for num_bytes, slots in sizes:
-            measure(list(_cases(buffers, windows, variants, num_bytes, slots, options)), num_bytes)
+            cases = _cases(buffers, windows, variants, num_bytes, slots, options)
+            measure([case for case in cases if re.search(options.ways, f"{case.op} {case.backend}")], num_bytes)
     measure.recorder.report()
 
 
@@ -197,7 +204,11 @@ def _cases(
     yield scatter(windows.accumulators, backend=f"{own}-atomic")
     yield scatter(windows.accumulators, backend=f"{own}-atomic-from-bf16", from_bf16=True)
     yield scatter(windows.slots, backend=f"{own}-deterministic", deterministic=True)
-    yield scatter(windows.slots, backend=f"{own}-copy-overwrite", deterministic=True, overwrite=True)
+    overwriting = partial(scatter, windows.slots, deterministic=True, overwrite=True)
+    yield overwriting(backend=f"{own}-copy-overwrite")
+    if num_bytes >= BESIDE_BYTES:
+        yield overwriting(backend=f"{own}-copy-overwrite@peers", skip_self=True)
+        yield drain_case(buffers, windows.slots, numel_fp32, slots, backend=f"{own}-drain@slots")
     if num_bytes == PIECES_BYTES:
         for pieces in PIECES:
             label = f"{own}-copy@{pieces}"

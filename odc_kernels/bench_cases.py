@@ -187,10 +187,11 @@ def scatter_case(
     backend: str,
     deterministic: bool = False,
     overwrite: bool = False,
+    skip_self: bool = False,
     from_bf16: bool = False,
     num_programs: int = NUM_PROGRAMS,
 ) -> Case:
-    """scatter_accumulate of fp32 or bf16 gradients; fp32 moves either way."""
+    """scatter_accumulate of fp32 or bf16 gradients; fp32 moves either way. With skip_self the own chunk stays."""
     whole_numel = window.world_size * numel
     wholes = list(buffers.gradients[: slots * whole_numel].view(slots, whole_numel))
     if from_bf16:
@@ -204,6 +205,7 @@ def scatter_case(
             offset=slot * numel,
             deterministic=deterministic,
             overwrite=overwrite,
+            skip_self=skip_self,
             num_programs=num_programs,
         )
 
@@ -212,11 +214,24 @@ def scatter_case(
             window.local.zero_()
             window.barrier()
             call(slot)
+            if skip_self:
+                own = window.local.view(window.world_size, -1)[window.rank, slot * numel : (slot + 1) * numel]
+                own.copy_(wholes[slot].view(window.world_size, numel)[window.rank])
             window.barrier()
             expect_sum(drain(window, numel, offset=slot * numel, deterministic=deterministic), wholes[slot])
             window.barrier()  # nobody pushes again before all have compared
 
     return Case(op="scatter_accumulate", backend=backend, dtype="fp32", call=call, check=check)
+
+
+def drain_case(buffers: Buffers, window: Window, numel: int, slots: int, *, backend: str) -> Case:
+    """What pushes into slots leave to the owner: adding up the senders' slots."""
+    pushed = scatter_case(buffers, window, numel, slots, backend=backend, deterministic=True, overwrite=True)
+
+    def call(number: int) -> None:
+        drain(window, numel, offset=number % slots * numel, deterministic=True)
+
+    return Case(op="scatter_accumulate", backend=backend, dtype="fp32", call=call, check=pushed.check)
 
 
 def expect_gathered(whole: torch.Tensor, shard: torch.Tensor) -> None:

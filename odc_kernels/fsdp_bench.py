@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,9 @@ class Run:
         for block in self.net.blocks:
             fully_shard(block, mesh=mesh, mp_policy=policy)
         fully_shard(self.net, mesh=mesh, mp_policy=policy)
-        self.odc = OnDemand(self.net, overlap=mode == "odc") if mode.startswith("odc") else None
+        self.odc = None
+        if mode.startswith("odc"):
+            self.odc = OnDemand(self.net, deterministic=mode == "odc-deterministic")
         fused = device.type == "cuda"
         self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=1e-4, fused=fused)
         generator = torch.Generator(device).manual_seed(1 + dist.get_rank())
@@ -122,23 +125,75 @@ def bench(rank: int, shapes: dict[str, Shape], kept: Path | None) -> dict[str, A
     for name, shape in shapes.items():
         measure = {"equal": losses, "host-bound": host_time}.get(name, speed)
         results[name] = {}
-        for mode in shape.modes:
-            with ExitStack() as stack:
-                run = Run(shape, mode, device)
-                if device.type == "cuda":  # pragma: cuda-only
-                    torch.cuda.reset_peak_memory_stats(device)
-                stack.callback(run.close)
-                results[name][mode] = measure(run) | memory(run)
+        for found in (in_turn if shape.repeats > 1 else one_by_one)(shape, measure, device):
+            results[name] |= found
             if rank == 0:
-                samples = results[name][mode].get("seconds") or results[name][mode].get("loss")
-                print(f"{name:15} {mode:20} median {statistics.median(samples):.6g}", flush=True)
+                for line in lines(name, results[name], found):
+                    print(line, flush=True)
                 if kept is not None:
                     kept.write_text(json.dumps(results))
     return results
 
 
-def losses(run: Run) -> dict[str, Any]:
-    """The loss over all ranks, and the norm of the gradients, of each minibatch."""
+Measure = Callable[[Run, int], dict[str, Any]]
+"""(run, minibatches before the first one that counts): samples."""
+
+
+def one_by_one(shape: Shape, measure: Measure, device: torch.device) -> Iterator[dict[str, Any]]:
+    """mode -> samples and memory, of one mode after another; each model is alone."""
+    for mode in shape.modes:
+        with ExitStack() as stack:
+            run = Run(shape, mode, device)
+            stack.callback(run.close)
+            _reset_peak(device)
+            yield {mode: measure(run, WARMUP) | memory(run)}
+
+
+def in_turn(shape: Shape, measure: Measure, device: torch.device) -> Iterator[dict[str, Any]]:
+    """The same for all modes at once, a block of minibatches each in turn, again and again; what there is after each.
+
+    `blocks` are the samples of each time, `seconds` all of them. Peaks are without what the other models hold.
+    """
+    runs: dict[str, Run] = {}
+    held: dict[str, int] = {}
+    blocks: dict[str, list[list[float]]] = {mode: [] for mode in shape.modes}
+    peaks: dict[str, dict[str, int]] = {}
+    with ExitStack() as stack:
+        for mode in shape.modes:
+            before = _allocated(device)
+            runs[mode] = Run(shape, mode, device)
+            stack.callback(runs[mode].close)
+            for number in range(WARMUP):
+                runs[mode].minibatch(number)
+            held[mode] = _allocated(device) - before
+        for _ in range(shape.repeats):
+            for mode, run in runs.items():
+                _reset_peak(device)
+                blocks[mode].append(measure(run, 1)["seconds"])
+                found = memory(run, others_bytes=sum(held.values()) - held[mode])
+                peaks[mode] = {name: max(value, peaks.get(mode, {}).get(name, 0)) for name, value in found.items()}
+            yield {
+                mode: {"seconds": list(chain(*blocks[mode])), "blocks": blocks[mode], **peaks[mode]} for mode in runs
+            }
+
+
+def lines(shape: str, results: dict[str, Any], found: dict[str, Any]) -> Iterator[str]:
+    """What `found` adds to the results of a shape, for people."""
+    first = next(iter(results.values()))
+    for mode, samples in found.items():
+        text = f"{shape:15} {mode:20} median {statistics.median(samples.get('seconds') or samples['loss']):.6g}"
+        if "blocks" in samples:
+            pairs = zip(first["blocks"], samples["blocks"], strict=True)
+            ratios = [statistics.median(theirs) / statistics.median(own) for theirs, own in pairs]
+            text += f", {statistics.median(ratios):.4f}x the first ({min(ratios):.4f} to {max(ratios):.4f})"
+        if "peak_bytes" in samples:  # pragma: cuda-only
+            beyond = samples["peak_bytes"] + samples["window_bytes"] - first["peak_bytes"]
+            text += f", peak {samples['peak_bytes'] / 1e9:.2f} GB, with windows {beyond / 1e9:+.2f} GB"
+        yield text
+
+
+def losses(run: Run, warmup: int) -> dict[str, Any]:
+    """The loss over all ranks, and the norm of the gradients, of each minibatch; all count."""
     found: dict[str, Any] = {"loss": [], "norm": []}
     for number in range(run.shape.minibatches):
         loss, norm = run.minibatch(number)
@@ -148,9 +203,9 @@ def losses(run: Run) -> dict[str, Any]:
     return found
 
 
-def speed(run: Run) -> dict[str, Any]:
+def speed(run: Run, warmup: int) -> dict[str, Any]:
     """Seconds of each minibatch on this rank's device, back to back."""
-    for number in range(WARMUP):
+    for number in range(warmup):
         run.minibatch(number)
     _synchronize(run.device)
     marks = Marks(run.device)
@@ -162,11 +217,13 @@ def speed(run: Run) -> dict[str, Any]:
     return {"seconds": [end - start for start, end in marks.intervals_s(marks)]}
 
 
-def host_time(run: Run) -> dict[str, Any]:
+def host_time(run: Run, warmup: int) -> dict[str, Any]:
     """Seconds of the host to enqueue one unit's forward and backward, in each microbatch of each minibatch."""
     seconds: list[float] = []
     units = sum(isinstance(module, FSDPModule) for module in run.net.modules())
-    for number in range(WARMUP + run.shape.minibatches):
+    for number in range(warmup + run.shape.minibatches):
+        if number == warmup:
+            seconds.clear()
         for tokens in _timed(run._microbatches(run.tokens[: run.shape.microbatches]), seconds, run.device):
             run.net(tokens).backward()
         run.optimizer.step()
@@ -174,17 +231,7 @@ def host_time(run: Run) -> dict[str, Any]:
             run.odc.publish()
         else:
             run.optimizer.zero_grad()
-        if number == WARMUP - 1:
-            seconds.clear()
-    found = {"seconds": [second / units for second in seconds]}
-    if run.odc is not None:
-        found["publish_seconds"] = []
-        for _ in range(20):
-            _synchronize(run.device)
-            start = time.perf_counter()
-            run.odc.publish()
-            found["publish_seconds"].append((time.perf_counter() - start) / 2)  # with a meeting more than usual
-    return found
+    return {"seconds": [second / units for second in seconds]}
 
 
 def _timed(items: Iterable[Any], seconds: list[float], device: torch.device) -> Iterator[Any]:
@@ -201,17 +248,29 @@ def _timed(items: Iterable[Any], seconds: list[float], device: torch.device) -> 
         seconds.append(time.perf_counter() - start)
 
 
-def memory(run: Run) -> dict[str, Any]:
-    """Bytes: most ever allocated by torch, and the windows, which are not among them."""
+def memory(run: Run, others_bytes: int | None = None) -> dict[str, int]:
+    """Bytes: most ever allocated by torch, without `others_bytes`, and the windows, which are not among them."""
     windows = 0
     if run.odc is not None:
         windows = sum(run.odc.window_bytes.values())
     found = {"window_bytes": windows, "parameters": sum(p.numel() for p in run.net.parameters())}
     if run.device.type == "cuda":  # pragma: cuda-only
-        found["peak_bytes"] = torch.cuda.max_memory_allocated(run.device)
-        free, total = torch.cuda.mem_get_info(run.device)
-        found["device_bytes"] = total - free
+        found["peak_bytes"] = torch.cuda.max_memory_allocated(run.device) - (others_bytes or 0)
+        if others_bytes is None:
+            free, total = torch.cuda.mem_get_info(run.device)
+            found["device_bytes"] = total - free
     return found
+
+
+def _allocated(device: torch.device) -> int:
+    _synchronize(device)
+    gc.collect()
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def _reset_peak(device: torch.device) -> None:
+    if device.type == "cuda":  # pragma: cuda-only
+        torch.cuda.reset_peak_memory_stats(device)
 
 
 def _synchronize(device: torch.device) -> None:

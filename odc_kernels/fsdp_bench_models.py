@@ -7,7 +7,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy, rms_norm, scaled_dot_product_attention, silu
 from torch.utils.checkpoint import checkpoint
 
-ALL_MODES = ("fsdp2", "odc", "collective-deferred", "fsdp2-again")
+ALL_MODES = ("fsdp2", "odc", "odc-deterministic", "collective-deferred", "fsdp2-again")
+IN_TURN = ("fsdp2", "odc", "odc-deterministic")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,12 +26,23 @@ class Shape:
     decoder: bool = True
     """Attention and an MLP of three matrices, recomputed; else an MLP of two, so that the host is fast."""
     modes: tuple[str, ...] = ALL_MODES
+    repeats: int = 1
+    """More than one: all modes are built at once and measured in turn, `minibatches` each time, so that what the
+    machine does meanwhile hits all alike."""
 
 
 SHAPES = {
     "equal": Shape(layers=4, hidden=1024, ffn=2816, vocabulary=8192, tokens=512, microbatches=2),
     "compute-bound": Shape(
-        layers=4, hidden=3072, ffn=8192, vocabulary=8192, tokens=8192, microbatches=4, modes=("fsdp2", "odc")
+        layers=4,
+        hidden=3072,
+        ffn=8192,
+        vocabulary=8192,
+        tokens=8192,
+        microbatches=4,
+        minibatches=8,
+        modes=IN_TURN,
+        repeats=5,
     ),
     "host-bound": Shape(
         layers=8,
@@ -39,10 +51,21 @@ SHAPES = {
         vocabulary=1024,
         tokens=64,
         microbatches=2,
-        modes=("fsdp2", "odc", "fsdp2-again"),
+        minibatches=8,
+        modes=IN_TURN[:2],
+        repeats=5,
     ),
     "transfer-bound": Shape(
-        layers=6, hidden=8192, ffn=32768, vocabulary=1024, tokens=64, microbatches=2, decoder=False
+        layers=6,
+        hidden=8192,
+        ffn=32768,
+        vocabulary=1024,
+        tokens=64,
+        microbatches=2,
+        minibatches=6,
+        decoder=False,
+        modes=IN_TURN,
+        repeats=3,
     ),
 }
 

@@ -60,6 +60,16 @@ def test_tables_and_plot(folder):
     assert not (folder / "beside.png").exists()
 
 
+def test_only_some_ways_and_what_the_owner_adds_up(tmp_path):
+    ways = "overwrite|drain"
+    bench.main(["--ranks", "2", "--out", str(tmp_path), "--sizes", str(bench.BESIDE_BYTES), "--ways", ways])
+    rows = report.read(tmp_path / "rows.csv")
+    assert [row["backend"] for row in rows] == ["cpu-copy-overwrite", "cpu-copy-overwrite@peers", "cpu-drain@slots"]
+    assert [sample.backend for sample in load_calibration(tmp_path / "calibration.json").transfers] == [
+        "cpu-copy-overwrite"
+    ]
+
+
 def test_under_torchrun(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m"]
     command += ["odc_kernels.bench", "--backend", "cpu", "--out", str(tmp_path), "--sizes", "4096"]

@@ -144,7 +144,7 @@ def test_a_device_that_waits_too_long_for_others_ends_its_rank(monkeypatch):
     assert not watched(monkeypatch, None, 0.6, until_passed=True)
 
 
-def test_the_benchmark_runs(tmp_path):
+def test_the_benchmark_runs(tmp_path, capfd):
     fsdp_bench.main(["--tiny", "--ranks", "2", "--out", str(tmp_path)])
     result = json.loads((tmp_path / "fsdp.json").read_text())
     assert len(result["ranks"]) == 2
@@ -156,11 +156,18 @@ def test_the_benchmark_runs(tmp_path):
         assert modes["odc"]["window_bytes"] > modes["fsdp2"]["window_bytes"] == 0
         for mode, found in modes.items():
             samples = found["loss"] if shape == "equal" else found["seconds"]
-            assert len(samples) in (2, 4), (shape, mode)
+            repeats = result["shapes"][shape]["repeats"]
+            assert len(samples) == repeats * (4 if shape == "host-bound" else 2), (shape, mode)
             assert min(samples) > 0
+            if repeats > 1:
+                assert [second for block in found["blocks"] for second in block] == samples
+                assert len(found["blocks"]) == repeats
     losses = [found["loss"] for found in first["equal"].values()]
     for other in losses[1:]:
         assert other == pytest.approx(losses[0], rel=1e-3)
+    printed = capfd.readouterr().out
+    assert "compute-bound   fsdp2                median" in printed
+    assert ", 1.0000x the first (1.0000 to 1.0000)" in printed
 
 
 def start(what):

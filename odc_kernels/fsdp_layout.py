@@ -225,29 +225,40 @@ def _own_parameters(modules: Sequence[FSDPModule]) -> Iterator[DTensor]:
 class _Reading:
     """The buffer of a unit while each element held the number of its parameter, from 1 on; padding held 0."""
 
-    numbers: torch.Tensor
+    runs: tuple[tuple[int, int], ...]
+    """(number, how many elements in a row held it)."""
     dtype: torch.dtype
     device: torch.device
     locals: tuple[torch.Tensor, ...]
 
     def order(self) -> list[int]:
         """Parameters as they come in the buffer; those without elements on this rank are not seen."""
-        seen = torch.unique_consecutive(self.numbers).tolist()
-        return [number - 1 for number in seen if 0 < number <= len(self.locals)]
+        return [number - 1 for number, _ in self.runs if 0 < number <= len(self.locals)]
 
     def mismatch(self, unit: Unit, order: Sequence[int]) -> str | None:
         """Why this rank's buffer is not what `unit` says; None if it is."""
         if self.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return f"{unit.name} is gathered as {self.dtype}; expected parameters of one floating-point dtype in a unit"
+        expected: list[tuple[int, int]] = []
         for shard, number in zip(unit.shards, order, strict=True):
-            if self.locals[number].device != self.device:
-                return f"{shard.name} is on {self.locals[number].device}; offloaded parameters are not supported"
-        expected = torch.zeros(unit.numel, dtype=torch.int64)
-        for shard, number in zip(unit.shards, order, strict=True):
-            expected[shard.offset : shard.offset + self.locals[number].numel()] = number + 1
-        if not torch.equal(expected, self.numbers):
+            local = self.locals[number]
+            if local.device != self.device:
+                return f"{shard.name} is on {local.device}; offloaded parameters are not supported"
+            expected += [(number + 1, local.numel()), (0, shard.numel - local.numel())]
+        if _merged(expected) != list(self.runs):
             return f"{unit.name} is not gathered as its parameters one after another (an all_gather extension?)"
         return None
+
+
+def _merged(runs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Without empty runs, neighbours of the same number made one."""
+    merged: list[tuple[int, int]] = []
+    for number, count in runs:
+        if count and merged and merged[-1][0] == number:
+            merged[-1] = (number, merged[-1][1] + count)
+        elif count:
+            merged.append((number, count))
+    return merged
 
 
 def _read(module: FSDPModule, parameters: Sequence[DTensor], looks: list[_Look]) -> _Reading:
@@ -262,10 +273,13 @@ def _read(module: FSDPModule, parameters: Sequence[DTensor], looks: list[_Look])
                     part.fill_(number // DIGIT if digit else number % DIGIT + 1)
                 look = _look(module, looks)
                 assert look is not None
-                values = look.shard.to("cpu", torch.float32).round().to(torch.int64)
+                # On the device: a large model's numbers would keep a host busy for many seconds.
+                values = look.shard.to(torch.int32)
                 numbers = values if numbers is None else numbers + DIGIT * values
         finally:
             for part, values in zip(local, saved, strict=True):
                 part.copy_(values)
     assert numbers is not None
-    return _Reading(numbers=numbers, dtype=look.shard.dtype, device=look.shard.device, locals=local)
+    held, counts = torch.unique_consecutive(numbers, return_counts=True)
+    runs = tuple(zip(held.tolist(), counts.tolist(), strict=True))
+    return _Reading(runs=runs, dtype=look.shard.dtype, device=look.shard.device, locals=local)

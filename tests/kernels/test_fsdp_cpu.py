@@ -83,15 +83,13 @@ def test_a_buffer_that_is_not_the_parameters_one_after_another_is_refused():
         dtype=torch.float32,
         device=torch.device("cpu"),
     )
-    for local, numbers, problem in (
-        (torch.ones(2), [1, 1], None),
-        (torch.ones(2), [1, 0], "blocks.0 is not gathered as its parameters one after another"),
-        (torch.ones(2), [1, 1, 0], "blocks.0 is not gathered as its parameters one after another"),
-        (torch.ones(2, device="meta"), [1, 1], "blocks.0.w is on meta; offloaded parameters are not supported"),
+    for local, runs, problem in (
+        (torch.ones(2), ((1, 2),), None),
+        (torch.ones(2), ((1, 1), (0, 1)), "blocks.0 is not gathered as its parameters one after another"),
+        (torch.ones(2), ((1, 2), (0, 1)), "blocks.0 is not gathered as its parameters one after another"),
+        (torch.ones(2, device="meta"), ((1, 2),), "blocks.0.w is on meta; offloaded parameters are not supported"),
     ):
-        reading = _Reading(
-            numbers=torch.tensor(numbers), dtype=torch.float32, device=torch.device("cpu"), locals=(local,)
-        )
+        reading = _Reading(runs=runs, dtype=torch.float32, device=torch.device("cpu"), locals=(local,))
         found = reading.mismatch(unit, [0])
         assert found is None if problem is None else found.startswith(problem), found
 

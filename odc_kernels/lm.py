@@ -197,7 +197,8 @@ def shard(
     reduce_dtype: torch.dtype | None = torch.float32,
 ) -> None:
     """`fully_shard` each of `lm.layers`, then the root."""
-    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    # Inputs are not cast: the weights of a batch are its only floating-point input, and bf16 would change them.
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     for layer in lm.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(lm, mesh=mesh, mp_policy=policy)

@@ -131,6 +131,8 @@ def run_rank(rank: int, job: Job) -> None:
         worker.mode.abandon()
         raise
     worker.mode.close()
+    dist.barrier(control)
+    dist.destroy_process_group(control)
 
 
 def make_worker(rank: int, job: Job, control: dist.ProcessGroup) -> Worker:

@@ -50,6 +50,8 @@ def offset_to_rank_0(store: dist.Store, rank: int, hosts: list[str]) -> float:
         store.set(f"odc_clock/{rank}/{number}/asked", "")
         theirs_s = float(store.get(f"odc_clock/{rank}/{number}/said"))
         exchanges.append(Exchange(sent_s, theirs_s, time.monotonic()))
+        for key in ("asked", "said"):  # another run of the same ranks asks anew
+            store.delete_key(f"odc_clock/{rank}/{number}/{key}")
     return offset_s(exchanges)
 
 

@@ -39,18 +39,20 @@ def test_the_shortest_round_trip_tells_the_offset():
 
 
 def test_only_ranks_of_other_hosts_ask_for_the_time():
-    store, found = dist.HashStore(), {}
+    store = dist.HashStore()
+    for _ in range(2):  # a second run of the same ranks
+        found = {}
 
-    def ask(rank):
-        found[rank] = offset_to_rank_0(store, rank, ["a", "a", "b"])
+        def ask(rank, found=found):
+            found[rank] = offset_to_rank_0(store, rank, ["a", "a", "b"])
 
-    threads = [threading.Thread(target=ask, args=(rank,)) for rank in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found[0] == found[1] == 0.0
-    assert 0.0 < abs(found[2]) < 0.05  # here they do share a clock
+        threads = [threading.Thread(target=ask, args=(rank,)) for rank in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert found[0] == found[1] == 0.0
+        assert 0.0 < abs(found[2]) < 0.05  # here they do share a clock
 
 
 def test_stamps_of_a_cpu_are_seconds():

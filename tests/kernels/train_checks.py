@@ -1,6 +1,7 @@
 """What ranks of `odc train` must do, run in each rank of one group."""
 
 import re
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -87,9 +88,24 @@ def run(rank: int) -> dict[str, float | str]:
             worker.mode.publish()
         warming_up_changes_nothing(worker)
         worker.mode.close()
+    weights_stay_exact_in_bf16(rank, control)
     worker = make_worker(rank, job_of("collective", "lb-micro"), control)
     running_out_of_memory_names_the_microbatch(worker)
     return found
+
+
+def weights_stay_exact_in_bf16(rank: int, control: dist.ProcessGroup) -> None:
+    job = job_of("collective", "lb-micro")
+    worker = make_worker(rank, replace(job, config=replace(job.config, gather_dtype="bf16")), control)
+    seen = []
+
+    def chunk_loss(hidden, _labels, weights):
+        seen.append((hidden.dtype, weights.dtype))
+        return (hidden.float().mean(1) * weights).sum()
+
+    worker.model._chunk_loss = chunk_loss
+    worker.model(worker.prepare(0)[0]).backward()
+    assert set(seen) == {(torch.bfloat16, torch.float32)}
 
 
 def warming_up_changes_nothing(worker) -> None:

@@ -13,16 +13,14 @@ from torch.distributed.tensor import DTensor, Shard
 
 from odc_kernels.calibrate_copies import shards_of
 from odc_kernels.calibrate_shapes import layer_tensors, root_tensors
-from odc_kernels.calibrate_timing import Effort, Item, Pace, Step, measure
+from odc_kernels.calibrate_timing import Effort, Item, Pace, Step, Timed, measure
 from odc_kernels.lm import build_lm, pack, shard
-from odc_kernels.rendezvous import Rendezvous
 from odc_kernels.timing import agree_max, synchronize
 from odc_sim.calibration import HostSample, OptimizerSample
 from odc_sim.models import ModelSpec
 
 BYTES_EACH = 18
 """Of a parameter: fp32 parameter, gradient and two moments, and some room."""
-MEETING_TIMEOUT_S = 60.0
 HOST_LAYERS = (1, 4)
 HOST_TOKENS = 64
 HOST_REPEATS = 15
@@ -34,7 +32,6 @@ def measure_optimizer(
     """Clipping, AdamW and publishing for one layer, a quarter, and the whole of every model that fits. Collective."""
     world_size = dist.get_world_size()
     mesh = init_device_mesh(pace.device.type, (world_size,))
-    meeting = Rendezvous(dist.group.WORLD, timeout_s=MEETING_TIMEOUT_S)
     sizes: dict[int, list[tuple[int, ...]]] = {}
     left_out: list[str] = []
     for model in models:
@@ -47,26 +44,32 @@ def measure_optimizer(
             else:
                 sizes[elements] = local
     ordered = sorted(sizes.items())
-    steps = [
-        Item(name=f"optimizer of {n:,} parameters", make=partial(_step, local, mesh), work=n) for n, local in ordered
-    ]
-    # without a lead of the host: it has none after the ranks' meeting at the end of a minibatch
-    timed, left = measure(steps, pace, effort, how="max", say=say, lead=False)
+    steps, publishes = (
+        [Item(name=f"{what} of {n:,} parameters", make=partial(make, local, mesh), work=n) for n, local in ordered]
+        for what, make in (("optimizer", _step), ("publish", _publish))
+    )
+    # hosts meet ahead of their devices at the end of a minibatch, so both have a lead here as well
+    stepped, left = measure(steps, pace, effort, how="max", say=say, communicates=True)
+    published, also_left = measure(publishes, pace, effort, how="max", say=say)
     samples = []
-    for (elements, local), item in zip(ordered, steps, strict=True):
-        if item.name in timed:
-            say(f"publish of {elements:,} parameters")
-            publish_s = _publish_s(local, pace, meeting)
+    for (elements, _), step, publish in zip(ordered, steps, publishes, strict=True):
+        if step.name in stepped:
             samples.append(
                 OptimizerSample(
-                    parameters=elements, step_s=float(timed[item.name][0].percentiles["p50_s"]), publish_s=publish_s
+                    parameters=elements,
+                    step_s=_median(stepped[step.name]),
+                    publish_s=_median(published[publish.name]) if publish.name in published else None,
                 )
             )
-    return samples, left_out + left
+    return samples, left_out + left + also_left
+
+
+def _median(timed: list[Timed]) -> float:
+    return float(timed[0].percentiles["p50_s"])
 
 
 def _step(local: Sequence[tuple[int, ...]], mesh: DeviceMesh) -> list[Step]:
-    device = torch.device(mesh.device_type, torch.cuda.current_device() if mesh.device_type == "cuda" else None)
+    device = _device(mesh)
 
     def sharded(shape: tuple[int, ...]) -> DTensor:
         return DTensor.from_local(torch.full(shape, 1e-3, device=device), mesh, [Shard(0)], run_check=False)
@@ -83,28 +86,26 @@ def _step(local: Sequence[tuple[int, ...]], mesh: DeviceMesh) -> list[Step]:
     return [step]
 
 
-def _publish_s(local: Sequence[tuple[int, ...]], pace: Pace, meeting: Rendezvous, *, repeats: int = 7) -> float:
-    """Zeroing the accumulators, casting the parameters into the window, and the meeting after it, on the slowest rank.
+def _publish(local: Sequence[tuple[int, ...]], mesh: DeviceMesh) -> list[Step]:
+    """Zeroing the accumulators and casting the parameters into the window.
 
-    The accumulators and the window are ordinary memory here, which is written at the same speed.
+    Both are ordinary memory here, which is written at the same speed.
     """
-    numel = sum(torch.Size(shape).numel() for shape in local)
-    parameters = torch.ones(numel, device=pace.device)
-    accumulators = torch.ones(numel, device=pace.device)
-    window = torch.empty(numel, dtype=torch.bfloat16, device=pace.device)
+    device = _device(mesh)
     sizes = [torch.Size(shape).numel() for shape in local]
+    parameters, accumulators = (torch.ones(sum(sizes), device=device) for _ in range(2))
+    window = torch.empty(sum(sizes), dtype=torch.bfloat16, device=device)
     sources, targets = list(parameters.split(sizes)), list(window.split(sizes))
-    seconds = []
-    for _ in range(repeats):
-        synchronize(pace.device)
-        start = time.perf_counter()
+
+    def publish() -> None:
         accumulators.zero_()
         torch._foreach_copy_(targets, sources)
-        if pace.device.type == "cuda":  # pragma: cuda-only
-            torch.cuda.synchronize(pace.device)
-        meeting.barrier("publish")
-        seconds.append(time.perf_counter() - start)
-    return agree_max(statistics.median(seconds), pace.device)
+
+    return [publish]
+
+
+def _device(mesh: DeviceMesh) -> torch.device:
+    return torch.device(mesh.device_type, torch.cuda.current_device() if mesh.device_type == "cuda" else None)
 
 
 def measure_host(pace: Pace) -> HostSample:

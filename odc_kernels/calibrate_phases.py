@@ -23,13 +23,16 @@ from odc_kernels.calibrate_transfers import (
     BESIDE_PRODUCTS,
     Way,
     collectives,
+    collectives_fp32,
     interpolation_checks,
     measure_alone,
     measure_beside,
     one_sided,
+    one_sided_fp32,
     room_bytes,
     with_beside,
 )
+from odc_kernels.calibrate_waiting import with_waiting
 from odc_kernels.overlap import product
 from odc_kernels.timing import estimate
 from odc_kernels.window import BackendName
@@ -40,6 +43,9 @@ DeviceName = Literal["cuda", "cpu"]
 
 BESIDE_BYTES = (4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB)
 QUICK_BESIDE_BYTES = (16 * MIB, 64 * MIB)
+WAITING_BYTES = (16 * MIB, 64 * MIB)
+QUICK_WAITING_BYTES = (64 * MIB,)
+FP32_BYTES = (64 << 10, MIB, 64 * MIB)
 CEILING_PRODUCT = {"cuda": 8192, "cpu": 512}
 MEMORY_SHARE = 0.6
 """Of the free memory, for transfer buffers."""
@@ -103,15 +109,31 @@ class Lab:
         """NCCL's, or gloo's."""
         buffers = self._buffers()
         self._transfers(collectives(buffers))
+        self._fp32(collectives_fp32(buffers))
+        if self.options.on_gpu:  # pragma: cuda-only
+            self.draft.transfers = with_waiting(
+                self.draft.transfers,
+                collectives(buffers),
+                QUICK_WAITING_BYTES if self.options.quick else WAITING_BYTES,
+                self.pace,
+                say=self.talk.say,
+            )
 
     def one_sided(self) -> None:
         """Our own."""
         buffers = self._buffers()
         with one_sided(buffers, self.options.backend) as ways:
             self._transfers(ways)
+        with one_sided_fp32(buffers, self.options.backend) as ways:
+            self._fp32(ways)
         fastest = max((self.world_size - 1) * s.bytes / s.p50_s for s in self.draft.transfers if s.op == "gather")
         if self.draft.ceilings is not None:
             self.draft.ceilings = replace(self.draft.ceilings, p2p_bytes_per_s=fastest)
+
+    def _fp32(self, ways: list[Way]) -> None:
+        """A few sizes of fp32 parameters."""
+        sizes = [size for size in FP32_BYTES if size in self._agreed_sizes()]
+        self.draft.transfers += measure_alone(ways, sizes, self.pace, self.effort["transfers"], say=self.talk.say)
 
     def compute(self, name: str) -> None:
         """One model's units, and their fits."""
@@ -202,7 +224,7 @@ class Lab:
 def _effort(options: Options) -> dict[str, Effort]:
     """By what is measured. A CPU shares its time with other programs, so that much less can be asked of it."""
     if not options.on_gpu:
-        calm = Effort(budget_s=0.15, limit_s=4.0, most=20, spread=6.0, drift=1.0)
+        calm = Effort(budget_s=0.05 if options.quick else 0.15, limit_s=4.0, most=20, spread=10.0, drift=2.0)
         return {"compute": calm, "copies": calm, "transfers": replace(calm, budget_s=0.05)}
     return {
         "compute": Effort(budget_s=0.15, limit_s=30.0, most=10, spread=1.1, drift=0.03),

@@ -84,6 +84,8 @@ class Plan:
     samples: int
     lead_s: float
     """Other work that the device gets before each round, for the host to get ahead."""
+    clock: Callable[[], float]
+    """Of a CPU."""
 
 
 class Pace:
@@ -114,7 +116,7 @@ class Pace:
         """Seconds [steps][samples] of this rank."""
         count = plan.samples
         synchronize(self.device)
-        marks = Marks(self.device)
+        marks = Marks(self.device, plan.clock)
         for number in range(-plan.untimed, count):
             self._lead(plan.lead_s)
             for step in steps:
@@ -163,12 +165,13 @@ def measure(
     *,
     how: Literal["mean", "max"],
     say: Callable[[str], None],
-    lead: bool = True,
+    communicates: bool = False,
 ) -> tuple[dict[str, list[Timed]], list[str]]:
     """For each item's name its steps, timed; and in words what was left out. Collective; the same on every rank.
 
     Items come in order of work. What does not fit into the device's memory, or would take too long by what the item
-    before took, is left out. Without `lead` the host is not given a lead over the device where it needs one.
+    before took, is left out. On a CPU the time that this thread was at work counts, whatever other programs there are;
+    where steps communicate, the time of day.
     """
     found: dict[str, list[list[list[float]]]] = {}
     plans: dict[str, Plan] = {}
@@ -186,7 +189,7 @@ def measure(
             continue
         total_s, lead_s = surveyed
         rate_s = total_s / item.work
-        plans[item.name] = _plan(total_s, lead_s * lead, effort, pace.device)
+        plans[item.name] = _plan(total_s, lead_s, effort, pace.device, communicates)
         found[item.name] = [_one_pass(item, pace, plans[item.name], how)]
     measured = [item for item in items if item.name in found]
     for item in reversed(measured):
@@ -216,13 +219,19 @@ def _survey(item: Item, pace: Pace) -> tuple[float, float] | None:
     return max(total_s, 1e-9), 1.5 * host_s if behind else 0.0
 
 
-def _plan(total_s: float, lead_s: float, effort: Effort, device: torch.device) -> Plan:
+def _plan(total_s: float, lead_s: float, effort: Effort, device: torch.device, communicates: bool) -> Plan:
     if total_s >= LONG_S:
-        return Plan(untimed=0, samples=2, lead_s=lead_s)
-    samples = max(3, min(effort.most, int(effort.budget_s / total_s)))
-    # a CPU does not clock higher for having rested
-    untimed = math.ceil(WARM_S / total_s) if device.type == "cuda" else 1
-    return Plan(untimed=min(untimed, 200), samples=samples, lead_s=lead_s)
+        untimed, samples = 0, 2
+    else:
+        samples = max(3, min(effort.most, int(effort.budget_s / total_s)))
+        # a CPU does not clock higher for having rested
+        untimed = min(200, math.ceil(WARM_S / total_s)) if device.type == "cuda" else 1
+    return Plan(
+        untimed=untimed,
+        samples=samples,
+        lead_s=lead_s,
+        clock=time.perf_counter if communicates else time.thread_time,
+    )
 
 
 def _one_pass(item: Item, pace: Pace, plan: Plan, how: Literal["mean", "max"]) -> list[list[float]]:

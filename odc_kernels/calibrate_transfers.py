@@ -69,6 +69,13 @@ def collectives(buffers: Buffers) -> list[Way]:
     ]
 
 
+def collectives_fp32(buffers: Buffers) -> list[Way]:
+    """all_gather of fp32 parameters, for those who gather them so: as many bytes take as long."""
+    backend = "nccl" if buffers.gathered.is_cuda else "gloo"
+    wide = _as_fp32(buffers)
+    return [Way(op="all_gather", itemsize=FP32_BYTES, make=partial(_fp32_case, all_gather_case, wide, backend))]
+
+
 @contextmanager
 def one_sided(buffers: Buffers, backend: BackendName) -> Iterator[list[Way]]:
     """gather of bf16 by the method that it chooses itself, and scatter_accumulate of fp32, on windows of their own."""
@@ -91,6 +98,36 @@ def one_sided(buffers: Buffers, backend: BackendName) -> Iterator[list[Way]]:
                 make=partial(scatter_case, buffers, sums, backend=f"{backend}-atomic"),
             ),
         ]
+
+
+@contextmanager
+def one_sided_fp32(buffers: Buffers, backend: BackendName) -> Iterator[list[Way]]:
+    """gather of fp32 parameters, likewise."""
+    wide = _as_fp32(buffers)
+    with open_window(wide.published.numel(), torch.float32, name="published fp32", backend=backend) as window:
+        window.local.copy_(wide.published)
+        window.barrier()
+
+        def gather_auto(wide: Buffers, numel: int, places: int, *, backend: str) -> Case:
+            cases = gather_cases(wide, window, numel, places, backend=backend)
+            return next(case for case in cases if case.backend == f"{backend}-auto")
+
+        yield [Way(op="gather", itemsize=FP32_BYTES, make=partial(_fp32_case, gather_auto, wide, backend))]
+
+
+def _as_fp32(buffers: Buffers) -> Buffers:
+    """The buffers with fp32 parameters in place of bf16 ones, as many bytes, other values."""
+    wide = replace(
+        buffers,
+        published=buffers.published.view(torch.float32),
+        gathered=buffers.gathered.view(torch.float32),
+    )
+    wide.published.normal_()  # as bits, bf16 numbers may be no numbers, which are equal to nothing
+    return wide
+
+
+def _fp32_case(make: Callable[..., Case], buffers: Buffers, backend: str, numel: int, places: int) -> Case:
+    return replace(make(buffers, numel, places, backend=backend), dtype="fp32")
 
 
 def measure_alone(

@@ -12,7 +12,7 @@ PACKAGES = ("torch", "triton", "numpy", "nvshmem4py-cu13", "nvidia-nccl-cu13", "
 VARIABLES = ("NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NVSHMEM_DISABLE_NVLS", "NVSHMEM_SYMMETRIC_SIZE")
 
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
-"""What calibrate and train set in the ranks they start unless the user has: NVLink multicast off, in both or in none."""
+"""Set in the ranks that calibrate and train start unless the user has: NVLink multicast off, in both or in none."""
 
 
 def describe() -> dict[str, Any]:

@@ -33,10 +33,11 @@ class Timing:
 
 
 class Marks:
-    """Moments on the current stream of a device; on a CPU, of the host."""
+    """Moments on the current stream of a device; on a CPU, of the host, by its `clock`."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
         self._device = device
+        self._clock = clock
         self._marks: list[torch.cuda.Event | float] = []
 
     def mark(self) -> None:
@@ -46,7 +47,7 @@ class Marks:
             event.record()
             self._marks.append(event)
         else:
-            self._marks.append(time.perf_counter())
+            self._marks.append(self._clock())
 
     def times_s(self, origin: "Marks") -> list[float]:
         """Seconds of each mark after the first one of `origin`. Synchronize the device before."""

@@ -47,7 +47,8 @@ class Line:
 
 def columns(shapes: Shapes) -> Array:
     """[shapes, 3]: 1, tokens, and the sum of squared lengths, of each microbatch."""
-    return np.array([[1.0, sum(lengths), sum(s * s for s in lengths)] for lengths in shapes], dtype=np.float64)
+    rows = [[1.0, sum(lengths), sum(s * s for s in lengths)] for lengths in shapes]
+    return np.array(rows, dtype=np.float64).reshape(len(rows), 3)
 
 
 def fit_line(shapes: Shapes, seconds: Sequence[float], *, quadratic: bool = True) -> Line:

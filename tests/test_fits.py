@@ -72,6 +72,8 @@ def test_what_took_the_floor_is_left_out_of_the_line():
 def test_too_few_microbatches():
     with pytest.raises(InputError, match="at least 3 different microbatches with steady times, got 2; stop other"):
         fit_line([[1000], [2000], [1000]], [1e-3, 2e-3, 1e-3])
+    with pytest.raises(InputError, match="got 0"):
+        fit_line([], [])
 
 
 def test_spread_of_two_lines():

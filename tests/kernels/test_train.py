@@ -1,6 +1,7 @@
 """`odc train` on CPU ranks."""
 
 import functools
+import json
 import os
 import re
 import signal
@@ -21,6 +22,7 @@ from kernels.train_checks import job_of  # noqa: E402
 
 from odc_kernels.ranks import Failure, RankError, run_ranks  # noqa: E402
 from odc_kernels.train import _in_one_line, train  # noqa: E402
+from odc_kernels.train_options import Options, make_job  # noqa: E402
 from odc_sim.errors import InputError, RunError  # noqa: E402
 from odc_sim.run_files import read_run  # noqa: E402
 from odc_sim.timeline import idle_by_cause  # noqa: E402
@@ -105,6 +107,25 @@ def test_a_resumed_run_has_the_losses_of_an_unbroken_one(unbroken, tmp_path):
     np.testing.assert_allclose(run.steps["grad_norm"], expected.steps["grad_norm"], rtol=1e-5)
     assert np.unique(run.timeline.minibatch).tolist() == list(range(STEPS))
     assert run.config.steps == STEPS
+
+
+def test_an_emulated_run_of_ones_own_model_keeps_what_it_was_made_of(tmp_path):
+    tiny = {"model_type": "qwen2", "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    tiny |= {"num_hidden_layers": 2, "intermediate_size": 64, "vocab_size": 50}
+    (tmp_path / "mine.json").write_text(json.dumps(tiny))
+    calibration = ROOT / "tests/data/calibration-small.json"
+    fields = {"model": str(tmp_path / "mine.json"), "scale": 0.01, "minibatches": 3, "minibatch_size": 1}
+    rest = {"config": None, "out": tmp_path / "run", "timeline": True, "command": ""}
+    own = {"schedule": "collective", "device": "cpu", "compute": "emulated", "calibration": calibration}
+    options = Options(**own, checkpoint_every=1, steps=2, warmup_steps=0)
+    train(make_job(options, fields, resume=False, **rest))
+    train(make_job(Options(steps=3), {}, resume=True, **rest))
+    run = read_run(tmp_path / "run")
+    assert len(run.steps) == 3
+    assert run.calibration is not None
+    assert json.loads((run.folder / run.config.model).read_text()) == tiny
+    counts = {span.unit for span in run.timeline.spans(2) if span.kind == "forward"}
+    assert counts == {0, 1, 2}
 
 
 def test_a_loss_that_is_not_finite_stops_every_rank(tmp_path):

@@ -23,6 +23,7 @@ from odc_kernels.train_job import peak_flops, warmup_minibatches  # noqa: E402
 from odc_kernels.train_options import Options, make_job  # noqa: E402
 from odc_kernels.train_progress import line  # noqa: E402
 from odc_kernels.train_recorder import Recorder  # noqa: E402
+from odc_sim.calibration import load_calibration  # noqa: E402
 from odc_sim.errors import InputError  # noqa: E402
 from odc_sim.models import load_model  # noqa: E402
 from odc_sim.plans import write_plan  # noqa: E402
@@ -174,6 +175,8 @@ def test_the_peak_is_that_of_the_gpu_by_its_name():
     assert peak_flops("NVIDIA H200", None) == 989e12
     assert peak_flops("NVIDIA A100-SXM4-80GB", None) == 312e12
     assert np.isnan(peak_flops("", None))
+    calibration = load_calibration(Path(__file__).parents[1] / "data/calibration-small.json")
+    assert peak_flops("", calibration) == calibration.ceilings.gemm_flops
 
 
 def test_a_line_leaves_out_what_was_not_measured():

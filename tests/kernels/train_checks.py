@@ -15,7 +15,7 @@ from odc_kernels.train_data import Synthetic, minibatch_samples
 from odc_kernels.train_job import Job
 from odc_sim.api import obstacle, plan
 from odc_sim.errors import RunError
-from odc_sim.plans import pad_microbatches
+from odc_sim.plans import Plan, pad_microbatches
 from odc_sim.policies import POLICIES
 from odc_sim.run_files import RunConfig
 from odc_sim.schedules import SCHEDULES, make_schedule
@@ -87,6 +87,8 @@ def run(rank: int) -> dict[str, float | str]:
             found[f"{schedule.name}/{policy}"] = relative_error(worker.model, expected[ids])
             worker.mode.publish()
         warming_up_changes_nothing(worker)
+        if schedule.one_sided:
+            a_rank_without_microbatches_takes_part(worker)
         worker.mode.close()
     weights_stay_exact_in_bf16(rank, control)
     worker = make_worker(rank, job_of("collective", "lb-micro"), control)
@@ -116,6 +118,25 @@ def warming_up_changes_nothing(worker) -> None:
     for state in worker.optimizer.state.values():
         assert not any(torch.count_nonzero(getattr(value, "_local_tensor", value)) for value in state.values())
     assert worker.optimizer.param_groups[0]["lr"] == 1e-3
+
+
+def a_rank_without_microbatches_takes_part(worker) -> None:
+    """Rank 1 runs nothing in the first minibatch."""
+    dealt = Plan.from_nested(
+        [[[[0, 1]], []], [[[2]], [[3, 4], [5]]]],
+        **{"workload": {}, "model": "tiny", "world_size": 2, "minibatch_size": 1, "max_tokens": 99, "policy": "own"},
+        balancing_cost={"name": "", "source": ""},
+        lengths=[5, 6, 7, 8, 1, 9],
+    )
+    worker.job = replace(worker.job, plan=dealt)
+    for minibatch in (0, 1):
+        settled = worker.settle(worker.run(minibatch, worker.prepare(minibatch)))
+        assert 4 < settled.loss < 7
+        assert (settled.shares[1].busy_s == 0) == (minibatch == 0)
+    spans = worker.collect()
+    assert len(spans) == (2 if worker.rank == 0 else 0)
+    for _, rows in spans[1][0:1] if worker.rank == 0 else []:
+        assert [row.kind for row in rows] == ["optimizer", "publish"]
 
 
 def running_out_of_memory_names_the_microbatch(worker) -> None:

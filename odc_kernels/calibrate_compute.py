@@ -119,6 +119,8 @@ def _fit(model: str, part: Part, found: Sequence[Found]) -> Fit:
     quadratic = part[0] == "layer"
     fitted = [each for each in found if not each.held_out and not each.timed.flagged]
     held_out = [each for each in found if each.held_out]
+    # shorter ones are the host's floor's business
+    held_out = [each for each in held_out if sum(each.lengths) >= LONG_TOKENS] or held_out
     checked = [each for each in held_out if not each.timed.flagged] or held_out
     shapes = [each.lengths for each in fitted]
     line = fit_line(shapes, [_median(each) for each in fitted], quadratic=quadratic)

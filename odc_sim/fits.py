@@ -1,7 +1,8 @@
 """From unit times measured on packed microbatches to seconds = c0 + c1 * tokens + c2 * sum of squared lengths.
 
-Relative errors are squared and summed, so that a microbatch of 1,000 tokens counts as much as one of 60,000;
-coefficients are never negative, so that no prediction is either, however far from what was measured. Below a floor no
+Relative errors are squared and summed, so that a microbatch of 5,000 tokens counts as much as one of 60,000; shorter
+ones count less and less, because a line cannot follow them (kernels do not fill the device) and the host's floor hides
+them. Coefficients are never negative, so that no prediction is either, however far from what was measured. Below a floor no
 unit gets, however few its tokens: microbatches that took about the floor are left out of the line where that explains
 all of them better.
 """
@@ -20,6 +21,8 @@ Array = NDArray[np.float64]
 Shapes = Sequence[Sequence[int]]
 """Sample lengths of each microbatch."""
 
+KNEE_TOKENS = 4096
+"""From so many tokens on, or from a quarter of the most measured, a microbatch counts in full."""
 ON_THE_FLOOR = 1.3
 """A microbatch that took less than this times the shortest one may be on the floor."""
 
@@ -52,7 +55,7 @@ def columns(shapes: Shapes) -> Array:
 
 
 def fit_line(shapes: Shapes, seconds: Sequence[float], *, quadratic: bool = True) -> Line:
-    """The line with the least squared relative error, and its floor: the shortest time there is.
+    """The line with the least weighted squared relative error, and its floor: the shortest time there is.
 
     Args:
         shapes: sample lengths of each microbatch.
@@ -71,15 +74,23 @@ def fit_line(shapes: Shapes, seconds: Sequence[float], *, quadratic: bool = True
             "stop other programs on this machine and calibrate again"
         )
     floor_s = float(measured.min())
-    lines = [_line(features, measured, floor_s)]
+    weights = _weights(features[:, 1])
+    lines = [_line(features, measured, weights, floor_s)]
     above = measured > ON_THE_FLOOR * floor_s
     if np.linalg.matrix_rank(_scaled(features[above])[0]) == wanted:
-        lines.append(_line(features[above], measured[above], floor_s))
-    return min(lines, key=lambda line: float(np.sum(line.rel_errors(shapes, measured) ** 2)))
+        lines.append(_line(features[above], measured[above], weights[above], floor_s))
+    return min(lines, key=lambda line: float(np.sum((weights * line.rel_errors(shapes, measured)) ** 2)))
 
 
-def _line(features: Array, measured: Array, floor_s: float) -> Line:
-    c0_s, c1_s_per_token, c2_s_per_token2 = (float(c) for c in [*_least_squares(features / measured[:, None]), 0.0][:3])
+def _weights(tokens: Array) -> Array:
+    knee = min(KNEE_TOKENS, float(tokens.max()) / 4)
+    weights: Array = np.minimum(1.0, tokens / knee) ** 2
+    return weights
+
+
+def _line(features: Array, measured: Array, weights: Array, floor_s: float) -> Line:
+    found = _least_squares(features * (weights / measured)[:, None], weights)
+    c0_s, c1_s_per_token, c2_s_per_token2 = (float(c) for c in [*found, 0.0][:3])
     return Line(c0_s=c0_s, c1_s_per_token=c1_s_per_token, c2_s_per_token2=c2_s_per_token2, floor_s=floor_s)
 
 
@@ -100,14 +111,14 @@ def steady(a: Sequence[float], b: Sequence[float], *, spread: float, drift: floa
     return bool(high <= spread * low and abs(first - second) <= drift * min(first, second))
 
 
-def _least_squares(features: Array) -> Array:
-    """The c >= 0 that makes `features` [n, k] @ c closest to 1: the best of all choices of coefficients that are 0."""
+def _least_squares(features: Array, target: Array) -> Array:
+    """The c >= 0 that makes `features` [n, k] @ c closest to `target` [n]: the best of all choices of coefficients that are 0."""
     scaled, scale = _scaled(features)
     best, best_error = np.zeros(features.shape[1]), np.inf
     for size in range(1, features.shape[1] + 1):
         for chosen in itertools.combinations(range(features.shape[1]), size):
-            part, *_ = np.linalg.lstsq(scaled[:, chosen], np.ones(len(scaled)), rcond=None)
-            error = float(np.sum((scaled[:, chosen] @ part - 1.0) ** 2))
+            part, *_ = np.linalg.lstsq(scaled[:, chosen], target, rcond=None)
+            error = float(np.sum((scaled[:, chosen] @ part - target) ** 2))
             if (part >= 0).all() and error < best_error:
                 best_error = error
                 best = np.zeros(features.shape[1])

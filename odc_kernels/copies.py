@@ -55,7 +55,7 @@ def copy_batch(targets: Sequence[int], sources: Sequence[int], num_bytes: int, d
 
 def driver_has_batches() -> bool:
     """Whether the driver of this machine knows cuMemcpyBatchAsync in the form used here."""
-    return _driver() is not None
+    return _driver() is not None  # pragma: cuda-only
 
 
 @functools.cache

@@ -136,7 +136,9 @@ class OnDemand:
         self.end_of_minibatch()
 
     def end_of_minibatch(self) -> None:
-        """Wait for every rank's last microbatch, then set `.grad` of every trained parameter on every rank.
+        """Wait until every rank comes here, and set `.grad` of every trained parameter, also without a microbatch.
+
+        On GPUs gradients are filled on the current stream, once every rank's last push has ended.
 
         Raises:
             WindowError: a rank did not come, or a rank's parameters are not what it published.
@@ -145,15 +147,14 @@ class OnDemand:
         self._mark(last=True)
         _refuse_hooks(self._model, self._parameters, allowed=self._state.num_hooks)
         self._minibatch += 1
-        what = f"end of minibatch {self._minibatch}"
         self._state.set_gradients()
-        self._meet_devices(what, self._state.problem, all_alive=True)
+        self._meet_devices(f"end of minibatch {self._minibatch}", self._state.problem, all_alive=True)
         self._phase = "stepping"
         self._meeting.watch.expose(f"optimizer step of minibatch {self._minibatch}", self._state.signals)
         self._state.drain()
 
     def publish(self) -> None:
-        """Drop the gradients and show the parameters to the other ranks; returns when every rank has.
+        """Drop the gradients and show the parameters to the other ranks; returns when every rank has come here.
 
         After the optimizer's step, and after anything else that changes parameters (loading a checkpoint).
 
@@ -168,9 +169,7 @@ class OnDemand:
         for module in self._modules:
             module.reshard()  # a forward without backward leaves the root gathered
         self._state.publish()
-        what = f"publish after minibatch {self._minibatch}"
-        self._meet_devices(what)
-        self._meeting.watch.expose(what, self._state.signals, until_passed=True)
+        self._meet_devices(f"publish after minibatch {self._minibatch}")
         self._phase = "training"
 
     def close(self) -> None:
@@ -224,6 +223,7 @@ class OnDemand:
         self._meet(what, problem=problem(), all_alive=all_alive)
         if signals is not None:
             signals.wait()
+        self._meeting.watch.expose(what, signals, until_passed=True)
 
     def _meet(self, what: str, *, problem: str | None = None, all_alive: bool = False) -> None:
         try:

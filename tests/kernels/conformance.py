@@ -389,11 +389,13 @@ def devices_wait_for_each_other(setup: Setup) -> None:
         assert signals.missing() == []
         signals._count += 1
         assert signals.missing() == [10 + rank for rank in range(world_size)]
-        signals.release()
+        if setup.cpu and not interpreted():
+            signals.release()
+        else:
+            threading.Timer(0.3, signals.release).start()
+        signals.wait()  # ends without the others
         window.barrier()
         assert signals.missing() == []
-        signals.wait()  # returns without the others
-        window.barrier()
 
 
 def overwriting_replaces_what_a_slot_held(setup: Setup) -> None:

@@ -217,6 +217,11 @@ def test_mps_is_seen_by_its_pipe(tmp_path):
     assert doctor.mps_runs(tmp_path)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_torch_sees_no_gpu_here():
+    assert doctor_probe.gpus() == {"count": 0, "cuda": torch.version.cuda}
+
+
 def test_the_reason_is_the_line_of_the_error():
     text = (
         "rank 1 raised:\nTraceback (most recent call last):\n  File\nodc_kernels.x.WindowError: no room\nrank 2 died\n"

@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass
 
+from odc_kernels.varlen import repeats_keys
 from odc_sim.memory import largest_max_tokens, peak_memory
+from odc_sim.memory_moments import Place as PlaceInMinibatch
 from odc_sim.models import ModelSpec
 from odc_sim.run_files import RunConfig
 
@@ -25,6 +27,7 @@ class Peak:
     """The most memory a microbatch took that was finished."""
 
     tokens: int
+    place: PlaceInMinibatch
     num_bytes: int
 
 
@@ -36,10 +39,12 @@ def tokens_that_fit(spec: ModelSpec, config: RunConfig, *, memory_bytes: int, pe
         "gather_dtype": config.gather_dtype,
         "recompute": config.recompute,
         "chunked_loss_tokens": config.chunked_loss_tokens or None,
+        "repeated_keys": config.device == "cuda" and repeats_keys(),
     }
     scale = 1.0
     if peak is not None:
-        scale = peak.num_bytes / peak_memory(spec, microbatch_tokens=peak.tokens, **fields).total_bytes  # type: ignore[arg-type]
+        estimate = peak_memory(spec, microbatch_tokens=peak.tokens, place=peak.place, **fields)  # type: ignore[arg-type]
+        scale = peak.num_bytes / estimate.total_bytes
     return largest_max_tokens(spec, memory_bytes=max(1, int(memory_bytes / scale)), **fields)  # type: ignore[arg-type]
 
 

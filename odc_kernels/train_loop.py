@@ -18,6 +18,8 @@ from odc_kernels.train_job import Job
 from odc_kernels.train_modes import Mode
 from odc_kernels.train_recorder import COMPUTE_KINDS, Recorded, Recorder, Row
 from odc_sim.errors import RunError
+from odc_sim.memory_moments import Place as PlaceInMinibatch
+from odc_sim.memory_moments import place_of
 from odc_sim.models import ModelSpec
 
 Spans = list[tuple[int, list[Row]]]
@@ -117,12 +119,12 @@ class Worker:
             except torch.OutOfMemoryError:
                 raise RunError(self._out_of_memory(number, place, batch)) from None
             total += loss.detach()
-            peak_bytes = max(peak_bytes, self._take_peak(batch.num_tokens))
+            peak_bytes = max(peak_bytes, self._take_peak(batch.num_tokens, place_of(place, len(batches))))
         with self.recorder.span("optimizer"):
             norm = self._step()
             numbers = self._numbers[number % 2]
             numbers.copy_(torch.stack([total, norm]), non_blocking=True)
-        peak_bytes = max(peak_bytes, self._take_peak(0))
+        peak_bytes = max(peak_bytes, self._take_peak())
         if self.mode.publishes:
             with self.recorder.span("publish"):
                 self.mode.publish()
@@ -195,14 +197,14 @@ class Worker:
         self.optimizer.step()
         return norm.float()
 
-    def _take_peak(self, tokens: int) -> int:
+    def _take_peak(self, tokens: int = 0, place: PlaceInMinibatch = "only") -> int:
         """The most memory since the last call; of a microbatch of so many tokens, remember it."""
         num_bytes = 0
         if self._cuda:  # pragma: cuda-only
             num_bytes = torch.cuda.max_memory_allocated(self.device) + self.other_bytes
             torch.cuda.reset_peak_memory_stats(self.device)
             if tokens and (self._peak is None or tokens > self._peak.tokens):
-                self._peak = Peak(tokens=tokens, num_bytes=num_bytes)
+                self._peak = Peak(tokens=tokens, place=place, num_bytes=num_bytes)
         return num_bytes
 
     def _other_bytes(self) -> int:  # pragma: cuda-only

@@ -24,6 +24,13 @@ def register() -> None:
     AttentionInterface.register(NAME, hf_attention)
 
 
+def repeats_keys() -> bool:
+    """Whether keys and values are copied for every query head on a GPU: torch's attention has no grouped ones there."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" not in inspect.signature(varlen_attn).parameters
+
+
 def hf_attention(
     module: nn.Module,
     query: torch.Tensor,

@@ -14,6 +14,7 @@ from odc_sim.idle import Span
 from odc_sim.inputs import BOOTSTRAP_STREAM, SHUFFLE_STREAM, Inputs, load_inputs
 from odc_sim.length_stats import length_stats
 from odc_sim.memory import largest_max_tokens, peak_memory
+from odc_sim.memory_plan import plan_peak
 from odc_sim.metrics import bubble_rate, gpu_hours_saved, idle_causes, idle_rate, mfu, speedup
 from odc_sim.models import model_flops
 from odc_sim.perturbation import Perturbation
@@ -404,7 +405,10 @@ def _row(
         "recompute": study.recompute,
         "chunked_loss_tokens": study.chunked_loss_tokens or None,
     }
-    memory = peak_memory(inputs.model, microbatch_tokens=longest, **sizing)  # type: ignore[arg-type]
+    memory = plan_peak(
+        plan,
+        lambda tokens, place: peak_memory(inputs.model, microbatch_tokens=tokens, place=place, **sizing),  # type: ignore[arg-type]
+    )
     limit = inputs.machine.cluster.device.memory_bytes
     outside = extrapolated(inputs.compute, longest) or extrapolated(inputs.compute, shortest)
     percentiles = np.quantile(run.makespan_s, [0.05, 0.5, 0.95])

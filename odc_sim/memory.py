@@ -1,38 +1,26 @@
 """Peak memory of one rank, by category: model state by recipe, FSDP's buffers by schedule, activations by tokens.
 
-Full sharding over `world_size` ranks, bf16 compute, fp32 reduction. A microbatch has three moments that can be the
-peak, and the estimate is the largest of them (adding everything would count logits and a layer's activations together,
-which never meet):
-
-| moment | alive besides model state and windows |
-|---|---|
-| loss | what the layers saved; one chunk of logits |
-| layer backward | what the layers saved; one layer's working set; its gradients and the reduction before it |
-| root reduce | no activations; the gradients and reduction of the root, with a large vocabulary the largest unit |
-
-Forward and optimizer step are never the peak: forward holds less of each than the last layer's backward (2n + 4n of
-buffers against 2n + 2n + 2n + 4n), and the step holds model state only (fused AdamW has no temporaries).
-
-FSDP's buffers are those of fully_shard in torch 2.11 (`_fsdp_param_group.py`, `_fsdp_collectives.py`): parameters of
-the unit in use, one gathered ahead, gradients, and one reduction's input at a time, as compute waits for a reduction
-before it packs the next.
+Full sharding over `world_size` ranks, bf16 compute, fp32 reduction. The estimate is the largest of a microbatch's
+moments (`memory_moments` says what is alive at each): adding everything up would count logits and a layer's activations
+together, which never meet. What is estimated is what torch's allocator hands out and what it does not count (the
+CUDA context, NCCL, windows); room that its cached blocks leave unused between them is not.
 """
 
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from odc_sim.errors import InputError, unknown_name
-from odc_sim.memory_activations import LOGIT_BYTES, final_norm_bytes, saved_bytes, transient_bytes
+from odc_sim.memory_moments import BF16_BYTES, FP32_BYTES, Alive, Microbatch, Place
 from odc_sim.models import ModelSpec
 
 Recipe = Literal["paper", "mixed"]
 GatherDtype = Literal["fp32", "bf16"]
 ScheduleName = Literal["collective", "collective-deferred", "odc", "odc-local-sum"]
 
-BF16_BYTES = 2
-FP32_BYTES = 4
-DEFAULT_RESERVED_BYTES = 2_000_000_000
-"""Assumed, not measured: CUDA context and kernels, NCCL's buffers, the caching allocator's fragments."""
+DEFAULT_RESERVED_BYTES = 1_750_000_000
+"""Measured: what two ranks on one host took besides tensors and windows (the CUDA context with its kernels, NCCL's
+buffers, cuBLAS's workspaces), 1.750 to 1.773 GB in five runs of `odc train`; tests/data/memory_peaks_h200.json: H200,
+driver 580, CUDA 13.0, torch 2.11, NCCL 2.28.9 without NVLS. More ranks or other versions may take more."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +48,9 @@ class MemoryEstimate:
     """Bytes at the peak moment. Always all of parameters, gradients, optimizer, unsharded, staging, published_window,
     local_gradients, activations, logits, reserved; 0 where nothing is alive then."""
     moment: str
-    """Which moment is the peak: "loss", "layer backward", "root reduce" or (deferred only) "root sum"."""
+    """Which moment is the peak, as `memory_moments` calls it: "loss", "backward of layer 28", "root reduce" ..."""
+    place: Place
+    """Which of the rank's microbatches in a minibatch has it."""
     recipe: Recipe
 
     @property
@@ -75,99 +65,79 @@ def peak_memory(
     world_size: int,
     schedule: str,
     microbatch_tokens: int,
+    place: Place | None = None,
     recipe: Recipe = "paper",
     gather_dtype: GatherDtype = "bf16",
     recompute: bool = True,
     chunked_loss_tokens: int | None = 512,
+    repeated_keys: bool = False,
     reserved_bytes: int = DEFAULT_RESERVED_BYTES,
 ) -> MemoryEstimate:
-    """Peak of a rank whose largest microbatch has `microbatch_tokens`, which may come anywhere in the minibatch.
+    """Peak of a rank in a microbatch of `microbatch_tokens`.
 
-    n is a layer's parameters, n0 the root's, P all, W = world_size. Bytes:
+    Shards are rounded up to whole bytes; FSDP's padding of each parameter to a multiple of world_size rows is left out.
 
-    - unsharded: root parameters 2 n0 throughout. Loss: a layer gathered ahead and two gradients of the head's weight
-      (the sum and the chunk's). Layer backward: parameters 2n, one gather buffer, gradients 2n, reduction input 4n,
-      head gradient. Root reduce: gradients 2 n0, reduction input 4 n0. A gather buffer is 2n in bf16 and 4n in fp32.
-    - staging: the reduced shard (4n/W, 4 n0/W) before it is added to the gradient; with one-sided schedules one zero
-      buffer of the largest unit's shard, which stands in for it.
-    - `collective-deferred`: unsharded 2 P and local_gradients 4 P instead of gathers and resharding; sharded gradients
-      appear only as the local ones are reduced away in the last microbatch, so never beside all of them.
-    - `odc`: published_window, one copy of the shard in the gather's dtype (2 P/W in bf16); the accumulator is the
-      sharded gradient. `odc-local-sum`: the same and local_gradients 4 P, which the other ranks pull from at the end.
+    Args:
+        model: its shape.
+        world_size: ranks that parameters are sharded over.
+        schedule: a `ScheduleName`.
+        microbatch_tokens: T.
+        place: which of the rank's microbatches in a minibatch it is; None: the one that takes most. With one a
+            minibatch, gradients do not meet all activations, and local sums never exist.
+        recipe: of the sharded state.
+        gather_dtype: of gather buffers and, with one-sided schedules, the window of published parameters; compute is
+            bf16 with either.
+        recompute: only the layers' inputs are saved.
+        chunked_loss_tokens: tokens whose logits exist at once; None: all.
+        repeated_keys: keys and values are copied for every query head, as where a flash attention knows no grouped
+            ones (`odc_kernels.varlen` with torch 2.11).
+        reserved_bytes: what is alive besides tensors and windows.
 
-    `recompute`: only the layers' inputs are saved. `chunked_loss_tokens=None`: the logits of all tokens exist at once.
-    Shards are rounded up to whole bytes; FSDP's padding of each parameter to a multiple of W rows is left out.
-
-    Raises `InputError` for unknown names or counts that make no sense.
+    Raises:
+        InputError: unknown names, or counts that make no sense.
     """
     _check(world_size, schedule, recipe, gather_dtype, microbatch_tokens, chunked_loss_tokens, reserved_bytes)
+    if place is not None and place not in get_args(Place):
+        raise unknown_name("place", place, get_args(Place))
     state = RECIPES[recipe]
     gather_bytes = FP32_BYTES if gather_dtype == "fp32" else BF16_BYTES
-    total, layer, root = model.parameters, model.layer_parameters, model.root_parameters
-    head_weight = model.vocab * model.hidden
-    deferred, one_sided = schedule == "collective-deferred", schedule in ("odc", "odc-local-sum")
+    published = gather_bytes if schedule in ("odc", "odc-local-sum") else 0
 
     def shard(elements: int, bytes_each: int) -> int:
         return -(-elements * bytes_each // world_size)
 
-    def moment(
-        *, unsharded: int, reduced: int, sharded_gradients: bool, local: int, activations: int = 0, logits: int = 0
-    ) -> dict[str, int]:
-        return {
-            "parameters": shard(total, state.parameters),
-            "gradients": shard(total, state.gradients) if sharded_gradients else 0,
-            "optimizer": shard(total, state.optimizer),
-            "unsharded": unsharded,
-            "staging": shard(max(layer, root) if one_sided else reduced, FP32_BYTES),
-            "published_window": shard(total, gather_bytes) if one_sided else 0,
-            "local_gradients": FP32_BYTES * local,
-            "activations": activations,
-            "logits": logits,
+    def estimate(place: Place, alive: Alive) -> MemoryEstimate:
+        categories = {
+            "parameters": shard(model.parameters, state.parameters),
+            "gradients": shard(alive.gradients, state.gradients),
+            "optimizer": shard(model.parameters, state.optimizer),
+            "unsharded": alive.unsharded,
+            "staging": alive.staging,
+            "published_window": shard(model.parameters, published),
+            "local_gradients": alive.local_gradients,
+            "activations": alive.activations,
+            "logits": alive.logits,
             "reserved": reserved_bytes,
         }
+        return MemoryEstimate(categories=categories, moment=alive.moment, place=place, recipe=recipe)
 
-    tokens = microbatch_tokens
-    saved = tokens * saved_bytes(model, recompute=recompute)
-    logit_tokens = tokens if chunked_loss_tokens is None else min(chunked_loss_tokens, tokens)
-    whole_sum = total if deferred or schedule == "odc-local-sum" else 0
-    if deferred:
-        resident = BF16_BYTES * total
-        gathered_ahead = in_backward = 0
-    else:
-        resident = BF16_BYTES * root
-        gathered_ahead = gather_bytes * layer
-        in_backward = (BF16_BYTES + gather_bytes) * layer
-    moments = {
-        "loss": moment(
-            unsharded=resident + gathered_ahead + 2 * BF16_BYTES * head_weight,
-            reduced=0,
-            sharded_gradients=not deferred,
-            local=whole_sum,
-            activations=saved + tokens * final_norm_bytes(model),
-            logits=logit_tokens * model.vocab * LOGIT_BYTES,
-        ),
-        "layer backward": moment(
-            unsharded=resident + in_backward + (BF16_BYTES + FP32_BYTES) * layer + BF16_BYTES * head_weight,
-            reduced=layer,
-            sharded_gradients=not deferred,
-            local=whole_sum,
-            activations=saved + tokens * transient_bytes(model, recompute=recompute),
-        ),
-        # Deferred, this is the last microbatch: the layers are resharded and their local gradients reduced away.
-        "root reduce": moment(
-            unsharded=(2 * BF16_BYTES + FP32_BYTES) * root,
-            reduced=root,
-            sharded_gradients=True,
-            local=root if deferred else whole_sum,
-        ),
-    }
-    if deferred:
-        # In the others the root's gradients join the local sum while everything is still unsharded.
-        moments["root sum"] = moment(
-            unsharded=resident + BF16_BYTES * root, reduced=0, sharded_gradients=False, local=whole_sum
-        )
-    name, categories = max(moments.items(), key=lambda item: sum(item[1].values()))
-    return MemoryEstimate(categories=categories, moment=name, recipe=recipe)
+    places: tuple[Place, ...] = get_args(Place) if place is None else (place,)
+    found = [
+        estimate(each, alive)
+        for each in places
+        for alive in Microbatch(
+            model=model,
+            world_size=world_size,
+            schedule=schedule,
+            place=each,
+            tokens=microbatch_tokens,
+            gather_bytes=gather_bytes,
+            recompute=recompute,
+            chunked_loss_tokens=chunked_loss_tokens,
+            repeated_keys=repeated_keys,
+        ).moments()
+    ]
+    return max(found, key=lambda each: each.total_bytes)
 
 
 def largest_max_tokens(
@@ -180,9 +150,12 @@ def largest_max_tokens(
     gather_dtype: GatherDtype = "bf16",
     recompute: bool = True,
     chunked_loss_tokens: int | None = 512,
+    repeated_keys: bool = False,
     reserved_bytes: int = DEFAULT_RESERVED_BYTES,
 ) -> int | None:
     """The most tokens a microbatch may have for `peak_memory` to be at most `memory_bytes`; None if not even 0 fit.
+
+    It may come anywhere in a minibatch.
 
     Exact: the peak never falls with tokens, and a token takes more than a byte, so bisection over 0..memory_bytes finds
     it.
@@ -200,6 +173,7 @@ def largest_max_tokens(
             gather_dtype=gather_dtype,
             recompute=recompute,
             chunked_loss_tokens=chunked_loss_tokens,
+            repeated_keys=repeated_keys,
             reserved_bytes=reserved_bytes,
         ).total_bytes
 

@@ -15,6 +15,8 @@ from odc_sim.execution import Load, build_durations, execute
 from odc_sim.hardware import Cluster
 from odc_sim.machine import Machine, load_machine
 from odc_sim.memory import MemoryEstimate, peak_memory
+from odc_sim.memory_moments import Place
+from odc_sim.memory_plan import plan_peak
 from odc_sim.models import BUILT_IN, ModelSpec, builtin_models, load_model
 from odc_sim.run_files import CALIBRATION, Run
 from odc_sim.schedules import Schedule, make_schedule
@@ -206,15 +208,31 @@ def _unit_s(durations: Durations) -> Floats:
 
 def _memory(run: Run, model: ModelSpec) -> MemoryEstimate:
     config = run.config
-    return peak_memory(
-        model,
-        world_size=config.world_size,
-        schedule=config.schedule,
-        microbatch_tokens=int(run.plan.tokens()[run_microbatches(run)].max(initial=0)),
-        gather_dtype=config.gather_dtype,
-        recompute=config.recompute,
-        chunked_loss_tokens=config.chunked_loss_tokens or None,
-    )
+
+    def peak(tokens: int, place: Place) -> MemoryEstimate:
+        return peak_memory(
+            model,
+            world_size=config.world_size,
+            schedule=config.schedule,
+            microbatch_tokens=tokens,
+            place=place,
+            gather_dtype=config.gather_dtype,
+            recompute=config.recompute,
+            chunked_loss_tokens=config.chunked_loss_tokens or None,
+            repeated_keys=_repeats_keys(run),
+        )
+
+    return plan_peak(run.plan, peak, run_microbatches(run))
+
+
+def _repeats_keys(run: Run) -> bool:
+    """Whether its torch is one whose varlen_attn has no enable_gqa: 2.11 has none, 2.13 has (2.12 was not looked at).
+
+    `odc_kernels.varlen` then copies keys and values for every query head.
+    """
+    version = str(run.environment["environment"].get("packages", {}).get("torch", ""))
+    numbers = [int(part) for part in version.split("+")[0].split(".")[:2] if part.isdecimal()]
+    return run.config.device == "cuda" and len(numbers) == 2 and numbers < [2, 12]
 
 
 def _provenance(run: Run, compute: ComputeCosts, transfers: TransferCosts) -> dict[str, str]:

@@ -146,9 +146,10 @@ def test_out_of_memory_says_what_would_fit():
     place = Place(minibatch=3, rank=1, microbatch=2, tokens=200_000)
     free = tokens_that_fit(spec, config, memory_bytes=140 * GB, peak=None)
     # A microbatch of 10,000 tokens took more than the model says, so less fits.
-    tight = tokens_that_fit(spec, config, memory_bytes=140 * GB, peak=Peak(tokens=10_000, num_bytes=120 * GB))
+    peak = Peak(tokens=10_000, place="only", num_bytes=120 * GB)
+    tight = tokens_that_fit(spec, config, memory_bytes=140 * GB, peak=peak)
     assert 10_000 < tight < free
-    text = out_of_memory(place, spec, config, memory_bytes=140 * GB, peak=Peak(tokens=10_000, num_bytes=120 * GB))
+    text = out_of_memory(place, spec, config, memory_bytes=140 * GB, peak=peak)
     assert text == (
         "out of memory: minibatch 3, rank 1, microbatch 2 of 200,000 tokens on a device of 140.0 GB; "
         f"max_tokens {tight:,} fits by the memory model (scaled to the 120.0 GB that 10,000 took): "

@@ -123,6 +123,7 @@ def calibrate(options: Options) -> Calibration | None:
 def run_rank(rank: int, options: Options) -> Calibration | None:
     """One rank's part of the whole; what rank 0 wrote."""
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
+    torch.set_num_threads(1)  # ranks share a CPU's cores
     device = torch.device("cuda", torch.cuda.current_device()) if options.on_gpu else torch.device("cpu")
     world_size = dist.get_world_size()
     settings = {

@@ -104,13 +104,18 @@ class Pace:
 
     def warm_up(self, steps: Sequence[Step]) -> None:
         """Run steps for the first time, with all that is loaded and compiled then, and heat the device."""
-        self._once(steps)
+        self.once(steps)
         self.heat()
 
-    def survey(self, steps: Sequence[Step]) -> tuple[float, float]:
-        """(seconds of all steps once, seconds the host needs to enqueue them), on this rank alone, after a warm-up."""
-        total_s, _ = self._once(steps)
-        return self._once(steps) if total_s < LONG_S else (total_s, 0.0)
+    def once(self, steps: Sequence[Step]) -> tuple[float, float]:
+        """(seconds of all steps, seconds the host took to enqueue them), on this rank alone."""
+        self._finish()
+        start = time.perf_counter()
+        for step in steps:
+            step()
+        enqueued = time.perf_counter()
+        self._finish()
+        return time.perf_counter() - start, enqueued - start
 
     def rounds(self, steps: Sequence[Step], plan: "Plan") -> list[list[float]]:
         """Seconds [steps][samples] of this rank."""
@@ -131,15 +136,6 @@ class Pace:
             [max(times[r * width + i + 1] - times[r * width + i], 1e-9) for r in range(count)]
             for i in range(len(steps))
         ]
-
-    def _once(self, steps: Sequence[Step]) -> tuple[float, float]:
-        self._finish()
-        start = time.perf_counter()
-        for step in steps:
-            step()
-        enqueued = time.perf_counter()
-        self._finish()
-        return time.perf_counter() - start, enqueued - start
 
     def _finish(self) -> None:
         if self.device.type == "cuda":  # pragma: cuda-only
@@ -204,18 +200,26 @@ def measure(
 
 
 def _survey(item: Item, pace: Pace) -> tuple[float, float] | None:
-    """(seconds, lead the host needs) of the slowest rank, or None where a rank has too little memory."""
+    """(seconds, lead the host needs) of the slowest rank, or None where a rank has too little memory.
+
+    Ranks agree after each time, since steps may communicate.
+    """
+    device = pace.device
     total_s = host_s = 0.0
+    steps: Sequence[Step] = ()
     failed = False
     try:
-        total_s, host_s = pace.survey(item.make())
+        steps = item.make()
+        total_s, _ = pace.once(steps)
     except torch.OutOfMemoryError:  # pragma: cuda-only
         failed = True
-    if agree_max(float(failed), pace.device):  # pragma: cuda-only
+    if agree_max(float(failed), device):  # pragma: cuda-only
         torch.cuda.empty_cache()
         return None
-    total_s, host_s = agree_max(total_s, pace.device), agree_max(host_s, pace.device)
-    behind = pace.device.type == "cuda" and total_s < 3 * host_s
+    total_s = agree_max(total_s, device)
+    if total_s < LONG_S:
+        total_s, host_s = (agree_max(value, device) for value in pace.once(steps))
+    behind = device.type == "cuda" and total_s < 3 * host_s
     return max(total_s, 1e-9), 1.5 * host_s if behind else 0.0
 
 

@@ -105,8 +105,10 @@ class ComputeSample:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fit:
-    """seconds = c0_s + c1_s_per_token * sum(s) + c2_s_per_token2 * sum(s^2), never below the host's floor_s.
+    """seconds = c0_s + c1_s_per_token * sum(s) + c2_s_per_token2 * sum(s^2), never below floor_s.
 
+    The floor is the shortest time there is: many kernels, each with a least duration, or launched one by one by a host
+    that is not ahead. `odc calibrate` lets the host get ahead, and has its own time in HostSample.
     Relative errors are fractions; the second is on microbatches the fit did not see.
     """
 

@@ -5,6 +5,8 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -15,9 +17,12 @@ torch = pytest.importorskip("torch", reason="torch is not installed; `make test-
 from cli import app  # noqa: E402
 from odc_kernels import calibrate, calibrate_compute, calibrate_copies, calibrate_optimizer  # noqa: E402
 from odc_kernels import calibrate_shapes as shapes  # noqa: E402
-from odc_kernels.calibrate_timing import Effort, Item, Pace, Timed, _timed, measure  # noqa: E402
-from odc_kernels.calibrate_transfers import interpolation_checks  # noqa: E402
-from odc_kernels.ranks import run_ranks  # noqa: E402
+from odc_kernels.calibrate_file import Talk  # noqa: E402
+from odc_kernels.calibrate_phases import _effort  # noqa: E402
+from odc_kernels.calibrate_timing import LONG_S, Effort, Item, Pace, Timed, _plan, _timed, measure  # noqa: E402
+from odc_kernels.calibrate_transfers import interpolation_checks, with_beside  # noqa: E402
+from odc_kernels.calibrate_waiting import slowdown  # noqa: E402
+from odc_kernels.ranks import Failure, RankError, run_ranks  # noqa: E402
 from odc_sim.calibration import TransferSample, load_calibration  # noqa: E402
 from odc_sim.calibration_report import failed, how_measured, write_calibration_report  # noqa: E402
 from odc_sim.errors import InputError  # noqa: E402
@@ -203,6 +208,28 @@ def test_without_torch(monkeypatch):
     assert "error: calibrate: torch is not installed: pip install 'odc-toolkit[kernels,train]'\n" in done.output
 
 
+def test_a_dead_rank_ends_in_one_line_with_the_file_kept(monkeypatch, tmp_path):
+    def die(*arguments, **options):
+        raise RankError("...", [Failure(rank=1, kind="died", message="rank 1 died with exit code -9", details="")])
+
+    monkeypatch.setattr(calibrate, "run_ranks", die)
+    done = CliRunner().invoke(app, ["calibrate", "--device", "cpu", "--out", str(tmp_path / "c.json")])
+    assert done.exit_code == 1
+    assert done.output.startswith("error: calibrate: rank 1 died with exit code -9; ")
+    assert done.output.endswith("c.json has what was measured before\n")
+
+
+def test_progress_on_a_terminal(monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    talk = Talk(["first", "second"], loud=True)
+    talk.phase("second")
+    talk.say("something small")
+    talk.line("a line that stays")
+    talk.close()
+    assert "a line that stays" in capsys.readouterr().err
+
+
 # Which samples count.
 
 EFFORT = Effort(budget_s=0.01, limit_s=10, most=5, spread=1.1, drift=0.03)
@@ -225,6 +252,47 @@ def test_a_pass_that_differs_is_flagged_and_a_third_one_that_agrees_replaces_it(
 
 def test_a_noisy_sample_is_flagged():
     assert _timed([[1, 1.4, 1, 1.4], [1, 1.4, 1.4, 1]], EFFORT).flagged
+
+
+def test_long_steps_need_few_samples_and_short_ones_a_run_up():
+    cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
+    long = _plan(2 * LONG_S, 0.0, EFFORT, gpu, False)
+    assert (long.untimed, long.samples) == (0, 2)
+    short = _plan(0.01, 0.02, EFFORT, gpu, False)
+    assert (short.untimed, short.samples, short.lead_s) == (10, 3, 0.02)
+    assert _plan(1e-4, 0.0, EFFORT, gpu, False).samples == EFFORT.most
+    assert _plan(0.01, 0.0, EFFORT, cpu, True).clock is time.perf_counter
+    assert _plan(0.01, 0.0, EFFORT, cpu, False).clock is time.thread_time
+
+
+def test_gpus_are_held_to_more_than_cpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    options = calibrate.make_options(Path("c.json"), [], False, None, "auto", None, command="x")
+    assert (options.device, options.backend, options.ranks, options.models) == ("cuda", "cuda", 2, calibrate.MODELS)
+    assert _effort(options)["compute"].drift == 0.03
+    with pytest.raises(InputError, match="--ranks: got 3, expected 1 to 2"):
+        calibrate.make_options(Path("c.json"), [], False, None, "nvshmem", 3, command="x")
+
+
+def test_a_layer_that_is_called_by_keyword():
+    class Layer(torch.nn.Module):
+        def forward(self, hidden_states, *, scale):
+            return (hidden_states * scale,)
+
+    class Lm:
+        spec = load_model("tiny")
+        layers = (Layer(),)
+
+        def hidden(self, batch):
+            return self.layers[0](hidden_states=torch.ones(1, batch.num_tokens, 2), scale=2.0)
+
+    lm = Lm()
+    args, kwargs = calibrate_compute.layer_arguments(lm, calibrate_compute._batch((3, 2), 9, torch.device("cpu")))
+    assert args == ()
+    assert kwargs["scale"] == 2.0
+    for step in calibrate_compute._layer_steps(lm, torch.device("cpu"), (3, 2), recompute=False):
+        step()
 
 
 def found(lengths, seconds, *, held_out=False, flagged=False):
@@ -273,7 +341,8 @@ def test_what_would_take_too_long_is_left_out():
 
 
 def test_parameter_shapes_are_the_models():
-    for model in BUILT_IN:
+    all_biases = replace(load_model("tiny"), o_bias=True, mlp_bias=True, qk_norm=True, tied_embeddings=True)
+    for model in (*BUILT_IN, all_biases):
         assert calibrate_copies._elements(shapes.layer_tensors(model)) == model.layer_parameters
         assert calibrate_copies._elements(shapes.root_tensors(model)) == model.root_parameters
 
@@ -327,7 +396,19 @@ def test_interpolation_checks_by_hand():
     assert interpolation_checks(table, [transfer(1 << 20, 1.0)])[0]["rel_error"] == pytest.approx(0)
 
 
-# Copies give FSDP2's results.
+def test_beside_replaces_alone():
+    alone = [transfer(1, 1.0), transfer(2, 2.0)]
+    beside = [replace(alone[1], overlapped_p50_s=3.0, beside_gemm_s=gemm_s) for gemm_s in (1e-4, 1e-3)]
+    assert with_beside(alone, beside) == [alone[0], *beside]
+
+
+def test_what_a_waiting_collective_costs_by_hand():
+    # 3 products of 1 s alone, then 3 beside, of which the first 2 may have begun before it: only the last counts
+    ends = [0, 1, 2, 3, 5, 8, 9.5]
+    assert slowdown(list(pairwise(ends)), 3) == 1.5
+
+
+# Copies run as FSDP2 runs them.
 
 
 @pytest.mark.parametrize("op", calibrate_copies.OPS)
@@ -344,6 +425,19 @@ def test_host_time_is_that_of_the_slowest_rank():
     first, second = run_ranks(host_rank, 2, timeout_s=120)
     assert first == second
     assert first.seconds_per_unit_backward > 0
+
+
+def copies_rank(rank):
+    effort = replace(EFFORT, limit_s=1e-9)
+    pace = Pace(torch.device("cpu"))
+    models = [load_model("tiny")]
+    return calibrate_copies.measure_copies(models, pace, effort, world_size=2, parts=(8,), say=lambda text: None)
+
+
+def test_copies_that_would_take_too_long_are_left_out():
+    samples, left_out = run_ranks(copies_rank, 1, timeout_s=60)[0]
+    assert len(samples) == len(calibrate_copies.OPS)  # of each the smallest
+    assert left_out[0].startswith("copy_in of 32,832 elements: would take about ")
 
 
 def optimizer_rank(rank):

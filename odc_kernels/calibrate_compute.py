@@ -18,7 +18,7 @@ from odc_kernels.lm import CausalLm, PackedBatch, build_lm, pack
 from odc_kernels.recompute import recompute as run_again
 from odc_sim.calibration import ComputeSample, ComputeUnit, Direction, Fit
 from odc_sim.errors import InputError
-from odc_sim.fits import fit_line, spread
+from odc_sim.fits import Line, fit_line, spread
 
 Part = tuple[ComputeUnit, Direction]
 
@@ -105,19 +105,25 @@ def samples_of(model: str, found: Sequence[Found]) -> list[ComputeSample]:
 
 
 def fits_of(model: str, found: Sequence[Found]) -> tuple[list[Fit], list[str]]:
-    """A fit for each unit and direction, from the steady microbatches that are not held out; and what has none, why."""
+    """A fit for each unit and direction, from the steady microbatches that are not held out; and what is wrong.
+
+    Where too few are steady, all are used, and that is a problem.
+    """
     fits, problems = [], []
     for part in dict.fromkeys(each.part for each in found):
+        mine = [each for each in found if each.part == part]
         try:
-            fits.append(_fit(model, part, [each for each in found if each.part == part]))
+            fits.append(_fit(model, part, mine, steady_only=True))
         except InputError as error:
-            problems.append(f"{part[0]} {part[1]}: {error}")
+            problems.append(f"{part[0]} {part[1]}: {error}; until then all are used")
+            fits.append(_fit(model, part, mine, steady_only=False))
     return fits, problems
 
 
-def _fit(model: str, part: Part, found: Sequence[Found]) -> Fit:
+def _fit(model: str, part: Part, found: Sequence[Found], *, steady_only: bool) -> Fit:
     quadratic = part[0] == "layer"
-    fitted = [each for each in found if not each.held_out and not each.timed.flagged]
+    steady = [each for each in found if not (steady_only and each.timed.flagged)]
+    fitted = [each for each in steady if not each.held_out]
     held_out = [each for each in found if each.held_out]
     # shorter ones are the host's floor's business
     held_out = [each for each in held_out if sum(each.lengths) >= LONG_TOKENS] or held_out
@@ -136,20 +142,21 @@ def _fit(model: str, part: Part, found: Sequence[Found]) -> Fit:
         c2_s_per_token2=line.c2_s_per_token2,
         floor_s=line.floor_s,
         valid_tokens=(min(tokens), max(tokens)),
-        max_rel_error=_worst(line.rel_errors(shapes, [_median(each) for each in fitted])),
-        heldout_max_rel_error=_worst(
-            line.rel_errors([each.lengths for each in checked], [_median(each) for each in checked]) if checked else []
-        ),
+        max_rel_error=_worst_error(line, fitted),
+        heldout_max_rel_error=_worst_error(line, checked),
         repeat_rel_spread=spread(passes[0], passes[1], long),
     )
 
 
+def _worst_error(line: Line, found: Sequence[Found]) -> float:
+    if not found:
+        return 0.0
+    errors = line.rel_errors([each.lengths for each in found], [_median(each) for each in found])
+    return float(abs(errors).max())
+
+
 def _median(each: Found) -> float:
     return float(each.timed.percentiles["p50_s"])
-
-
-def _worst(errors: Any) -> float:
-    return max((abs(float(error)) for error in errors), default=0.0)
 
 
 def _batch(lengths: Lengths, vocabulary: int, device: torch.device) -> PackedBatch:
@@ -179,6 +186,12 @@ def layer_arguments(lm: CausalLm, batch: PackedBatch) -> tuple[tuple[Any, ...], 
     finally:
         handle.remove()
     return caught[0]
+
+
+def layer_steps(model: str, lengths: Lengths, device: torch.device) -> list[Step]:
+    """[forward, backward with recomputation] of one layer of `model` on a microbatch."""
+    lm = build_lm(model, device=device, num_layers=1, recompute=False, dtype=torch.bfloat16)
+    return _layer_steps(lm, device, lengths, recompute=True)
 
 
 def _layer_steps(lm: CausalLm, device: torch.device, lengths: Lengths, *, recompute: bool) -> list[Step]:

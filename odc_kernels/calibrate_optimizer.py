@@ -15,6 +15,7 @@ from odc_kernels.calibrate_copies import shards_of
 from odc_kernels.calibrate_shapes import layer_tensors, root_tensors
 from odc_kernels.calibrate_timing import Effort, Item, Pace, Step, Timed, measure
 from odc_kernels.lm import build_lm, pack, shard
+from odc_kernels.optimizer_step import clip_and_step
 from odc_kernels.timing import agree_max, synchronize
 from odc_sim.calibration import HostSample, OptimizerSample
 from odc_sim.models import ModelSpec
@@ -80,8 +81,7 @@ def _step(local: Sequence[tuple[int, ...]], mesh: DeviceMesh) -> list[Step]:
     optimizer = torch.optim.AdamW(parameters, lr=1e-5, fused=True)
 
     def step() -> None:
-        nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
+        clip_and_step(parameters, optimizer, 1.0)
 
     return [step]
 

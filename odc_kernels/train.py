@@ -7,7 +7,7 @@ Ranks write nothing but what rank 0 collects; see `odc_sim.run_files` for the fo
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from types import TracebackType
@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 from odc_kernels import train_checkpoint
+from odc_kernels.collector import collected_between
 from odc_kernels.emulated import EmulatedLm
 from odc_kernels.environment import NO_MULTICAST, describe
 from odc_kernels.fsdp_comm import Transfer
@@ -126,7 +127,8 @@ def run_rank(rank: int, job: Job) -> None:
             if folder is not None:
                 train_checkpoint.load(folder, worker.model, worker.optimizer, control)
                 worker.mode.publish()
-            _loop(worker, start, book)
+            with collected_between() as collect:
+                _loop(worker, start, book, collect)
     except BaseException:
         worker.mode.abandon()
         raise
@@ -195,7 +197,7 @@ def _samples(job: Job, spec: ModelSpec) -> Samples:
     return Synthetic(job.plan.lengths, spec.vocab, job.config.seed)
 
 
-def _loop(worker: Worker, start: int, book: "Book | None") -> None:
+def _loop(worker: Worker, start: int, book: "Book | None", collect: Callable[[], None]) -> None:
     job = worker.job
     steps, every = job.config.steps, job.checkpoint_every
     before: Ran | None = None
@@ -220,6 +222,7 @@ def _loop(worker: Worker, start: int, book: "Book | None") -> None:
         if before is not None:
             settle(before)
         before = ran
+        collect()
         finished = number + 1
         saves = every > 0 and (finished % every == 0 or finished == steps)
         if saves or finished == steps:

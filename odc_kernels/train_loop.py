@@ -8,10 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from odc_kernels.lm import PackedBatch
+from odc_kernels.optimizer_step import clip_and_step
 from odc_kernels.train_data import Samples, microbatches
 from odc_kernels.train_faults import Peak, Place, not_finite, out_of_memory
 from odc_kernels.train_job import Job
@@ -121,7 +120,7 @@ class Worker:
             total += loss.detach()
             peak_bytes = max(peak_bytes, self._take_peak(batch.num_tokens, place_of(place, len(batches))))
         with self.recorder.span("optimizer"):
-            norm = self._step()
+            norm = clip_and_step(self._parameters, self.optimizer, self.job.config.max_grad_norm)
             numbers = self._numbers[number % 2]
             numbers.copy_(torch.stack([total, norm]), non_blocking=True)
         peak_bytes = max(peak_bytes, self._take_peak())
@@ -186,16 +185,6 @@ class Worker:
         if self._cuda:  # pragma: cuda-only
             torch.cuda.synchronize(self.device)
             self.other_bytes = self._other_bytes()
-
-    def _step(self) -> torch.Tensor:
-        most = self.job.config.max_grad_norm
-        norm = get_total_norm([parameter.grad for parameter in self._parameters if parameter.grad is not None])
-        if isinstance(norm, DTensor):
-            norm = norm.full_tensor()
-        if most > 0:
-            clip_grads_with_norm_(self._parameters, most, norm)
-        self.optimizer.step()
-        return norm.float()
 
     def _take_peak(self, tokens: int = 0, place: PlaceInMinibatch = "only") -> int:
         """The most memory since the last call; of a microbatch of so many tokens, remember it."""

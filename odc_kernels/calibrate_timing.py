@@ -27,6 +27,8 @@ Step = Callable[[], None]
 PRODUCT_SIZE = {"cuda": 4096, "cpu": 256}
 LONG_S = 0.2
 """What takes longer keeps the device busy by itself, and the host ahead: few samples do, and no rounds before them."""
+LONG_LEAD_S = 0.01
+"""Of other work before each round of those, or the first step's time would begin before the host has launched it."""
 WARM_S = 0.1
 """Of untimed rounds before the timed ones, for what takes less."""
 HEAT_S = 0.5
@@ -47,6 +49,12 @@ class Effort:
     """80th over 20th percentile."""
     drift: float
     """Between two passes, as a fraction."""
+    resolution_s: float = 5e-6
+    """Smaller differences count as none: events are no finer, with the launches between them."""
+
+    def steady(self, a: Sequence[float], b: Sequence[float]) -> bool:
+        """Whether two passes are quiet and agree."""
+        return steady(a, b, spread=self.spread, drift=self.drift, resolution_s=self.resolution_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,7 +131,8 @@ class Pace:
         synchronize(self.device)
         marks = Marks(self.device, plan.clock)
         for number in range(-plan.untimed, count):
-            self._lead(plan.lead_s)
+            if self.device.type == "cuda":  # pragma: cuda-only
+                self._lead(plan.lead_s)
             for step in steps:
                 if number >= 0:
                     marks.mark()
@@ -226,6 +235,7 @@ def _survey(item: Item, pace: Pace) -> tuple[float, float] | None:
 def _plan(total_s: float, lead_s: float, effort: Effort, device: torch.device, communicates: bool) -> Plan:
     if total_s >= LONG_S:
         untimed, samples = 0, 2
+        lead_s = max(lead_s, LONG_LEAD_S)
     else:
         samples = max(3, min(effort.most, int(effort.budget_s / total_s)))
         # a CPU does not clock higher for having rested
@@ -250,5 +260,5 @@ def _timed(passes: Sequence[Sequence[float]], effort: Effort) -> Timed:
     return Timed(
         samples=(*passes[j], *passes[i]),
         passes_s=(medians[j], medians[i]),
-        flagged=not steady(passes[j], passes[i], spread=effort.spread, drift=effort.drift),
+        flagged=not effort.steady(passes[j], passes[i]),
     )

@@ -29,7 +29,6 @@ from odc_kernels.overlap import product, time_beside
 from odc_kernels.timing import summarize, time_alone
 from odc_kernels.window import BackendName, open_window
 from odc_sim.calibration import TransferSample
-from odc_sim.fits import steady
 
 BF16_BYTES, FP32_BYTES = 2, 4
 CHECKED_BYTES = 16 * MIB
@@ -230,5 +229,5 @@ def _sample(
         p50_s=both.p50_s,
         p80_s=both.p80_s,
         samples=len(both.samples),
-        flagged=not steady(first, second, spread=effort.spread, drift=effort.drift),
+        flagged=not effort.steady(first, second),
     )

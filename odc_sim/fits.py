@@ -2,9 +2,9 @@
 
 Relative errors are squared and summed, so that a microbatch of 5,000 tokens counts as much as one of 60,000; shorter
 ones count less and less, because a line cannot follow them (kernels do not fill the device) and the host's floor hides
-them. Coefficients are never negative, so that no prediction is either, however far from what was measured. Below a floor no
-unit gets, however few its tokens: microbatches that took about the floor are left out of the line where that explains
-all of them better.
+them. Coefficients are never negative, so that no prediction is either, however far from what was measured. Below a
+floor no unit gets, however few its tokens: microbatches that took about the floor are left out of the line where that
+explains all of them better.
 """
 
 import itertools
@@ -100,19 +100,22 @@ def spread(a: Line, b: Line, shapes: Shapes) -> float:
     return float(np.max(np.abs(first - second) / np.minimum(first, second), initial=0.0))
 
 
-def steady(a: Sequence[float], b: Sequence[float], *, spread: float, drift: float) -> bool:
+def steady(a: Sequence[float], b: Sequence[float], *, spread: float, drift: float, resolution_s: float = 0.0) -> bool:
     """Whether two series of one measurement are quiet and agree.
 
     Quiet: the 80th percentile of all is at most `spread` times the 20th. Agreeing: their medians differ by at most
-    `drift`, a fraction.
+    `drift`, a fraction. Differences of at most `resolution_s` seconds count as none.
     """
     first, second = statistics.median(a), statistics.median(b)
     low, high = np.quantile([*a, *b], [0.2, 0.8])
-    return bool(high <= spread * low and abs(first - second) <= drift * min(first, second))
+    return bool(
+        high <= max(spread * low, low + resolution_s)
+        and abs(first - second) <= max(drift * min(first, second), resolution_s)
+    )
 
 
 def _least_squares(features: Array, target: Array) -> Array:
-    """The c >= 0 that makes `features` [n, k] @ c closest to `target` [n]: the best of all choices of coefficients that are 0."""
+    """The c >= 0 that makes `features` [n, k] @ c closest to `target` [n]: the best over which coefficients are 0."""
     scaled, scale = _scaled(features)
     best, best_error = np.zeros(features.shape[1]), np.inf
     for size in range(1, features.shape[1] + 1):

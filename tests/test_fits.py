@@ -86,3 +86,6 @@ def test_steady():
     assert steady(quiet, quiet, spread=1.05, drift=0.03)
     assert not steady(quiet, [t * 1.04 for t in quiet], spread=1.5, drift=0.03)  # warmer the second time
     assert not steady([1, 1, 1.5, 1, 1.5], [1, 1.5, 1, 1, 1.5], spread=1.05, drift=0.03)  # another program
+    tiny = [3e-6, 4e-6, 5e-6]
+    assert not steady(tiny, tiny, spread=1.05, drift=0.03)
+    assert steady(tiny, tiny, spread=1.05, drift=0.03, resolution_s=2.1e-6)  # no clock tells them apart

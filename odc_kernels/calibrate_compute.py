@@ -188,7 +188,7 @@ def layer_arguments(lm: CausalLm, batch: PackedBatch) -> tuple[tuple[Any, ...], 
     return caught[0]
 
 
-def layer_steps(model: str, lengths: Lengths, device: torch.device) -> list[Step]:
+def layer_steps(model: str, lengths: Lengths, device: torch.device) -> list[Step]:  # pragma: cuda-only
     """[forward, backward with recomputation] of one layer of `model` on a microbatch."""
     lm = build_lm(model, device=device, num_layers=1, recompute=False, dtype=torch.bfloat16)
     return _layer_steps(lm, device, lengths, recompute=True)

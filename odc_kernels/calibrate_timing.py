@@ -150,7 +150,7 @@ class Pace:
         if self.device.type == "cuda":  # pragma: cuda-only
             torch.cuda.synchronize(self.device)
 
-    def _lead(self, seconds: float) -> None:
+    def _lead(self, seconds: float) -> None:  # pragma: cuda-only
         for _ in range(math.ceil(seconds / self.product_s)):
             self._product()
 

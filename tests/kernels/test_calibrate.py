@@ -326,6 +326,14 @@ def test_with_too_few_steady_microbatches_all_are_used_and_said_to_be():
     assert fit.heldout_max_rel_error == 0
 
 
+def test_out_of_memory_leaves_an_item_out(monkeypatch):
+    monkeypatch.setattr("odc_kernels.calibrate_timing._survey", lambda item, pace: None)
+    monkeypatch.setattr("odc_kernels.calibrate_timing.estimate", lambda *arguments, **options: 1e-3)
+    items = [Item(name="huge", make=lambda: [lambda: None], work=1)]
+    pace = Pace(torch.device("cpu"))
+    assert measure(items, pace, EFFORT, how="max", say=lambda text: None) == ({}, ["huge: out of memory"])
+
+
 def left_out_rank(rank):
     pace = Pace(torch.device("cpu"))
     items = [Item(name=f"item {n}", make=lambda: [lambda: time.sleep(1e-3)], work=n) for n in (1, 2, 10**6)]

@@ -23,8 +23,9 @@ own reduction, unless a microbatch has less than about h/3 tokens. Gradients com
 
 - `collective`: a layer's sharded gradient is what its reduction returned, until the step frees it. So in a rank's first
   microbatch of a minibatch they only come as saved activations go; in later ones all are there.
-- `odc`: they are added up in a window, always there. The root's reduction is kept until the next microbatch's backward
-  (`OnDemand(overlap=True)`). No result is allocated (`Push`).
+- `odc`: they are added up in a window, always there. No result is allocated (`Push`).
+  The root's reduction, which FSDP2 would keep until the next microbatch's backward, is given back before that one's
+  forward (`Push.forget_input`); torch counts it as free at once, and reuses it when the push has ended.
 - `collective-deferred`, `odc-local-sum`: a rank's only microbatch is as above. With more, bf16 gradients become fp32
   sums after each backward but the last, 4 P in all, which the last one reduces away. `collective-deferred` has all
   parameters, 2 P, and gathers nothing ahead; the last backward shards them again.
@@ -141,9 +142,6 @@ class Microbatch:
             return FP32_BYTES * (self.model.parameters - (done if self._reduces else 0))
         return 0 if self._reduces else FP32_BYTES * done
 
-    def _kept_root_reduction(self) -> int:
-        return FP32_BYTES * self.model.root_parameters if self.schedule == "odc" and self._before else 0
-
     def _saved(self, layers: int) -> int:
         a_layer = saved_bytes(self.model, recompute=self.recompute, repeated_keys=self.repeated_keys)
         return self.tokens * (layers * a_layer + input_bytes(self.model))
@@ -154,7 +152,7 @@ class Microbatch:
         return Alive(
             moment="first layer",
             unsharded=(BF16_BYTES + self.gather_bytes) * (model.root_parameters + model.layer_parameters),
-            staging=self._kept_root_reduction(),
+            staging=0,
             local_gradients=self._local(0),
             gradients=self._sharded_gradients(0),
             activations=self.tokens * (input_bytes(model) + BF16_BYTES * model.hidden),
@@ -174,7 +172,7 @@ class Microbatch:
             yield Alive(
                 moment=moment,
                 unsharded=parameters + ahead + of_chunks_before + of_this_chunk,
-                staging=self._kept_root_reduction(),
+                staging=0,
                 local_gradients=self._local(0),
                 gradients=self._sharded_gradients(0),
                 activations=self._saved(model.layers) + hidden,
@@ -194,7 +192,7 @@ class Microbatch:
         return Alive(
             moment=f"backward of layer {model.layers - done}",
             unsharded=parameters + BF16_BYTES * (model.hidden * model.ffn + self._head_elements),
-            staging=layer_before if done else self._kept_root_reduction(),
+            staging=layer_before if done else 0,
             local_gradients=self._local(done * n),
             gradients=self._sharded_gradients(done * n),
             activations=self._saved(model.layers - done) + self.tokens * transient,

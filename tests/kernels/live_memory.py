@@ -4,10 +4,10 @@ The model is the real one, sharded by fully_shard; transfers move nothing. A ten
 returned it until Python drops it, as torch's allocator counts on a GPU, where frees do not wait for the device either.
 """
 
-import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from odc_kernels import varlen
+from odc_kernels.fsdp_comm import Push
 from odc_kernels.fsdp_deferred import collective_deferred
 from odc_kernels.lm import PackedBatch, build_lm, pack, shard
 
@@ -90,23 +91,24 @@ class _Flash(torch.autograd.Function):
         return gradients
 
 
-class _NoTransfer:
-    """Moves nothing. `own_input`: as `odc_kernels.fsdp_comm.Push`, the result lies in the input."""
-
-    def __init__(self, *, world_size: int, own_input: bool) -> None:
-        self._world_size = world_size
-        self._own_input = own_input
-        self._input: torch.Tensor | None = None
+class _NoGather:
+    """Moves nothing."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        whole, self._input = self._input, None
-        if whole is not None and whole.numel() == math.prod(size) * self._world_size:
-            return whole[: math.prod(size)]
-        made = torch.empty(*size, dtype=dtype, device=device)
-        self._input = made if self._own_input else None
-        return made
+        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, **_: Any) -> None: ...
+
+
+class _NoPush(Push):
+    """Allocates and forgets as the real one, but adds nothing to a window."""
+
+    def __init__(self, world_size: int) -> None:
+        nothing: Any = SimpleNamespace(name="", trained=(), world_size=world_size)
+        super().__init__(nothing, nothing, 0, nothing, scale=1.0, deterministic=False, replicated=False)
+
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *_: Any, **__: Any) -> None:
+        self._sent = weakref.ref(input_tensor)
 
 
 def peaks(
@@ -129,13 +131,12 @@ def peaks(
         shard(lm, mesh)
         parameters = list(lm.parameters())
         moments = [torch.zeros_like(p.to_local()) for p in parameters for _ in range(2)]
-        if schedule.startswith("odc"):
-            _one_sided(lm, parameters, world_size)
+        pushes = _one_sided(lm, parameters, world_size) if schedule.startswith("odc") else []
         state, found = live.now, []
         for microbatches in minibatches:
             batches = [pack([torch.zeros(tokens, dtype=torch.int64)], 1.0) for tokens in microbatches]
             live.take_peak()
-            for batch in _in_turn(lm, schedule, batches):
+            for batch in _in_turn(lm, schedule, batches, pushes):
                 lm(batch).backward()
                 found.append(live.take_peak())
             lm.zero_grad()
@@ -143,17 +144,21 @@ def peaks(
     return state, found
 
 
-def _in_turn(lm: nn.Module, schedule: str, batches: Sequence[PackedBatch]) -> Iterable[PackedBatch]:
+def _in_turn(
+    lm: nn.Module, schedule: str, batches: Sequence[PackedBatch], pushes: Sequence[Push]
+) -> Iterable[PackedBatch]:
     """As `odc_kernels.train_modes` runs them."""
     if schedule == "collective-deferred":
         return collective_deferred(lm, batches)
-    return _marked(lm, schedule, batches)
+    return _marked(lm, schedule, batches, pushes)
 
 
-def _marked(lm: Any, schedule: str, batches: Sequence[PackedBatch]) -> Iterator[PackedBatch]:
+def _marked(lm: Any, schedule: str, batches: Sequence[PackedBatch], pushes: Sequence[Push]) -> Iterator[PackedBatch]:
     """As `OnDemand` does."""
     for number, batch in enumerate(batches, 1):
         last = number == len(batches)
+        for push in pushes:
+            push.forget_input()
         if schedule.startswith("odc"):
             lm.set_is_last_backward(last)
         if schedule == "odc-local-sum":
@@ -161,15 +166,18 @@ def _marked(lm: Any, schedule: str, batches: Sequence[PackedBatch]) -> Iterator[
         yield batch
 
 
-def _one_sided(lm: nn.Module, parameters: Sequence[nn.Parameter], world_size: int) -> None:
+def _one_sided(lm: nn.Module, parameters: Sequence[nn.Parameter], world_size: int) -> list[Push]:
+    pushes: list[Push] = []
     for module in lm.modules():
         if isinstance(module, FSDPModule):
-            module.set_custom_all_gather(_NoTransfer(world_size=world_size, own_input=False))
-            module.set_custom_reduce_scatter(_NoTransfer(world_size=world_size, own_input=True))
+            pushes.append(_NoPush(world_size))
+            module.set_custom_all_gather(_NoGather())
+            module.set_custom_reduce_scatter(pushes[-1])
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
     for parameter in parameters:
         parameter.register_post_accumulate_grad_hook(_drop)
+    return pushes
 
 
 def _drop(parameter: torch.Tensor) -> None:

@@ -37,20 +37,52 @@ def copy_batch(targets: Sequence[int], sources: Sequence[int], num_bytes: int, d
     """
     if device.type != "cuda":
         return False
-    function = _driver()  # pragma: cuda-only
-    stream = torch.cuda.current_stream(device).cuda_stream  # pragma: cuda-only
-    if function is None or stream == 0:  # pragma: cuda-only
+    addresses = ctypes.c_uint64 * len(targets)  # pragma: cuda-only
+    sizes = (ctypes.c_size_t * len(targets))(*[num_bytes] * len(targets))  # pragma: cuda-only
+    return _submit(addresses(*targets), addresses(*sources), sizes, current_stream(device))  # pragma: cuda-only
+
+
+class Batch:
+    """The same copies again and again, between a buffer's equal parts and addresses that stay: most of it is prepared.
+
+    The buffer may be another one each time.
+    """
+
+    def __init__(self, parts: Sequence[int], addresses: Sequence[int], num_bytes: int, device: torch.device) -> None:
+        """Of `num_bytes` each, between the buffer's part number `parts[i]` and the address `addresses[i]`."""
+        count = len(parts)
+        self._offsets = [part * num_bytes for part in parts]
+        self._array = ctypes.c_uint64 * count
+        self._addresses = self._array(*addresses)
+        self._sizes = (ctypes.c_size_t * count)(*[num_bytes] * count)
+        self._device = device
+
+    def read(self, buffer: int) -> bool:
+        """Copy from the addresses into the buffer that begins at `buffer`, as `copy_batch` does."""
+        parts = self._array(*[buffer + offset for offset in self._offsets])
+        return _submit(parts, self._addresses, self._sizes, current_stream(self._device))
+
+    def write(self, buffer: int) -> bool:
+        """Copy the other way round."""
+        parts = self._array(*[buffer + offset for offset in self._offsets])
+        return _submit(self._addresses, parts, self._sizes, current_stream(self._device))
+
+
+def current_stream(device: torch.device) -> int:  # pragma: cuda-only
+    """The driver's handle of the current stream; 0 for the default one. As Triton's launcher does, without an object
+    for it, which takes longer than all the rest of a call."""
+    return torch._C._cuda_getCurrentRawStream(device.index)
+
+
+def _submit(targets: Any, sources: Any, sizes: Any, stream: int) -> bool:
+    function = _driver()
+    if function is None or stream == 0:
         return False
-    count = len(targets)  # pragma: cuda-only
-    addresses = ctypes.c_uint64 * count  # pragma: cuda-only
-    sizes = (ctypes.c_size_t * count)(*[num_bytes] * count)  # pragma: cuda-only
-    attributes, indices = _constants()  # pragma: cuda-only
-    error = function(  # pragma: cuda-only
-        addresses(*targets), addresses(*sources), sizes, count, attributes, indices, 1, stream
-    )
-    if error != 0:  # pragma: cuda-only
-        raise RuntimeError(f"cuMemcpyBatchAsync of {count} copies of {num_bytes} bytes: CUDA driver error {error}")
-    return True  # pragma: cuda-only
+    attributes, indices = _constants()
+    error = function(targets, sources, sizes, len(sizes), attributes, indices, 1, stream)
+    if error != 0:
+        raise RuntimeError(f"cuMemcpyBatchAsync of {len(sizes)} copies of {sizes[0]} bytes: CUDA driver error {error}")
+    return True
 
 
 def driver_has_batches() -> bool:
@@ -71,7 +103,7 @@ def _driver() -> Any:  # pragma: cuda-only
 
 
 @functools.cache
-def _constants() -> tuple[ctypes.Array[_Attributes], ctypes.Array[ctypes.c_size_t]]:  # pragma: cuda-only
+def _constants() -> tuple[ctypes.Array[_Attributes], ctypes.Array[ctypes.c_size_t]]:
     """One set of attributes, from the first copy on."""
     attributes = _Attributes(source_access_order=STREAM_ORDER, flags=PREFER_OVERLAP_WITH_COMPUTE)
     return (_Attributes * 1)(attributes), (ctypes.c_size_t * 1)(0)

@@ -186,6 +186,8 @@ def lines(shape: str, results: dict[str, Any], found: dict[str, Any]) -> Iterato
             pairs = zip(first["blocks"], samples["blocks"], strict=True)
             ratios = [statistics.median(theirs) / statistics.median(own) for theirs, own in pairs]
             text += f", {statistics.median(ratios):.4f}x the first ({min(ratios):.4f} to {max(ratios):.4f})"
+            fast, first_fast = (statistics.quantiles(these["seconds"], n=5)[0] for these in (samples, first))
+            text += f", fastest fifth under {fast:.6g}, {first_fast / fast:.4f}x"
         if "peak_bytes" in samples:  # pragma: cuda-only
             beyond = samples["peak_bytes"] + samples["window_bytes"] - first["peak_bytes"]
             text += f", peak {samples['peak_bytes'] / 1e9:.2f} GB, with windows {beyond / 1e9:+.2f} GB"

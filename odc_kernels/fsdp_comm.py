@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from odc_kernels.fsdp_layout import Unit
-from odc_kernels.gather import gather
-from odc_kernels.scatter_accumulate import scatter_accumulate
+from odc_kernels.gather import gather, prepare
+from odc_kernels.scatter_accumulate import prepare_overwrite, scatter_accumulate
 from odc_kernels.signals import Signals
 from odc_kernels.window import Window
 from odc_sim.errors import InputError
@@ -63,7 +63,7 @@ class Drift:
             return
         self._compared[number] = True
         for known in self._units[number].shards:
-            if getattr(known.owner, known.attribute) is not known.parameter:
+            if known.owner._parameters.get(known.attribute) is not known.parameter:
                 raise InputError(
                     f"{known.name} was replaced after OnDemand was opened; close it, and open it again after"
                 )
@@ -111,6 +111,7 @@ class Gather:
         """Where this rank shows its own shard."""
         self._drift = drift
         self._signals = signals
+        self._copies = prepare(window, unit.numel, offset)
         self.allowed = True
         """Cleared while what is published is out of date."""
 
@@ -140,7 +141,9 @@ class Gather:
             )
         self._signals.transfer()
         self._drift.compare(self._number, input_tensor, self.published)
-        gather(self._window, output_tensor, offset=self._offset, skip_self=True)
+        copies, fits = self._copies, output_tensor.numel() == self._numel * self._window.world_size
+        if copies is None or not fits or not copies.read(output_tensor.data_ptr()):
+            gather(self._window, output_tensor, offset=self._offset, skip_self=True)
 
 
 class Push:
@@ -169,6 +172,7 @@ class Push:
         self._scale = 1.0 if deterministic else scale
         self._deterministic = deterministic
         self._replicated = replicated
+        self._copies = prepare_overwrite(window, self._numel, offset) if deterministic else None
         self._input: torch.Tensor | None = None
         self._sent: weakref.ref[torch.Tensor] | None = None
         self._stream: torch.cuda.Stream | None = None
@@ -203,19 +207,28 @@ class Push:
             )
         if input_tensor.dtype not in (torch.float32, torch.bfloat16):
             raise InputError(f"{self._name}: got reduce_dtype {input_tensor.dtype}, expected fp32 or bf16")
-        self._signals.transfer()
-        scatter_accumulate(
-            self._window,
-            input_tensor,
-            offset=self._offset,
-            scale=self._scale,
-            deterministic=self._deterministic,
-            overwrite=self._deterministic and not self.pushed,
-        )
+        self._stream = self._signals.transfer()
+        overwrite = self._deterministic and not self.pushed
+        if not (overwrite and self._overwrite(input_tensor)):
+            scatter_accumulate(
+                self._window,
+                input_tensor,
+                offset=self._offset,
+                scale=self._scale,
+                deterministic=self._deterministic,
+                overwrite=overwrite,
+            )
         self.pushed = True
         self._sent = weakref.ref(input_tensor)
-        if input_tensor.device.type == "cuda":  # pragma: cuda-only
-            self._stream = torch.cuda.current_stream(input_tensor.device)
+
+    def _overwrite(self, gradients: torch.Tensor) -> bool:
+        """The first push of a minibatch, prepared; False where it is not."""
+        copies, window = self._copies, self._window
+        if copies is None or gradients.dtype != window.dtype or not copies.write(gradients.data_ptr()):
+            return False
+        own = gradients[window.rank * self._numel : (window.rank + 1) * self._numel]
+        window.write(own, window.rank, self._offset + window.rank * (window.numel // window.world_size))
+        return True
 
     def forget_input(self) -> None:
         """Give the last input's memory back as soon as it is pushed. FSDP keeps that of the last unit of a backward,

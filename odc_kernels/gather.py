@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 
 from odc_kernels import launch
-from odc_kernels.copies import copy_batch
+from odc_kernels.copies import Batch, copy_batch
 from odc_kernels.window import Window, check_shards
 from odc_sim.errors import InputError, unknown_name
 
@@ -67,6 +67,22 @@ def gather(
     shards = output.view(window.world_size, shard_numel)
     for peer in peers:
         window.read(shards[peer], peer, offset)
+
+
+def prepare(window: Window, shard_numel: int, offset: int) -> Batch | None:
+    """What `gather` with skip_self does, to be called often: `Batch.read` of the output's address.
+
+    None where it would not be copies in one batch.
+    """
+    num_peers = window.world_size - 1
+    num_bytes = shard_numel * window.dtype.itemsize
+    if window.device.type == "cpu" or not window.reaches_all or num_peers == 0 or num_bytes == 0:
+        return None
+    if faster(num_peers, num_peers * num_bytes) == "triton":
+        return None
+    peers = [(window.rank + step) % window.world_size for step in range(1, window.world_size)]
+    addresses = [window.pointers[peer] + offset * window.dtype.itemsize for peer in peers]
+    return Batch(peers, addresses, num_bytes, window.device)
 
 
 def choose_method(window: Window, output: torch.Tensor) -> Method:

@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 
 from odc_kernels import launch
-from odc_kernels.copies import copy_batch
+from odc_kernels.copies import Batch, copy_batch
 from odc_kernels.window import Window, check_shards
 from odc_sim.errors import InputError, unknown_name
 
@@ -98,6 +98,17 @@ def scatter_accumulate(
         _push_torch(window, chunks, start, scale, exclusive=not deterministic)
     else:
         _push_triton(window, gradients, shard_numel, start, scale, num_programs)
+
+
+def prepare_overwrite(window: Window, shard_numel: int, offset: int) -> Batch | None:
+    """What `scatter_accumulate` with overwrite and skip_self does to fp32 gradients, to be called often: `Batch.write`
+    of their address. None where it would not be copies in one batch."""
+    if window.device.type == "cpu" or not window.reaches_all or window.world_size == 1 or shard_numel == 0:
+        return None
+    start = offset + window.rank * _slot_numel(window, deterministic=True)
+    peers = [(window.rank + step) % window.world_size for step in range(1, window.world_size)]
+    addresses = [window.pointers[peer] + start * window.dtype.itemsize for peer in peers]
+    return Batch(peers, addresses, shard_numel * window.dtype.itemsize, window.device)
 
 
 def drain(

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import torch
 
 from odc_kernels import launch
+from odc_kernels.copies import current_stream
 from odc_kernels.window import Window
 
 RELEASED = 2**31 - 1
@@ -32,25 +33,32 @@ class Signals:
         self.device = window.device
         self._count = 0
         self._on_gpu = window.device.type == "cuda"
-        self._streams: set[torch.cuda.Stream] = set()
+        self._streams: dict[int, torch.cuda.Stream] = {}
+        """That transfers were on, by the driver's handle."""
+        self._ordered: set[int] = set()
+        """Those of them that are behind the last wait."""
         self._signalled: torch.cuda.Event | None = None
         self._passed: torch.cuda.Event | None = None
         self._aside = torch.cuda.Stream(self.device) if self._on_gpu else None
 
-    def transfer(self) -> None:
-        """Before a transfer on the current stream: it is put between the last wait and the next signal."""
-        if self._on_gpu:  # pragma: cuda-only
-            stream = torch.cuda.current_stream(self.device)
-            self._streams.add(stream)
+    def transfer(self) -> torch.cuda.Stream | None:
+        """Before a transfer on the current stream, which it returns: put between the last wait and the next signal."""
+        if not self._on_gpu:
+            return None
+        handle = current_stream(self.device)
+        if handle not in self._ordered:
+            stream = self._streams.setdefault(handle, torch.cuda.current_stream(self.device))
             if self._passed is not None:
                 stream.wait_event(self._passed)
+            self._ordered.add(handle)
+        return self._streams[handle]
 
     def signal(self) -> None:
         """Enqueue the signal on the current stream, behind it and all streams that transfers were on."""
         self._count += 1
         if self._on_gpu:  # pragma: cuda-only
             stream = torch.cuda.current_stream(self.device)
-            for other in self._streams:
+            for other in self._streams.values():
                 stream.wait_stream(other)
         elif not launch.interpreted():
             for flags in self._window.peers:
@@ -71,7 +79,11 @@ class Signals:
             return
         launch.kernels().wait_kernel[(self._window.world_size,)](self._window.local, self._count, num_warps=1)
         if self._on_gpu:  # pragma: cuda-only
-            self._passed = torch.cuda.current_stream(self.device).record_event()
+            self._passed_with(torch.cuda.current_stream(self.device).record_event())
+
+    def _passed_with(self, event: torch.cuda.Event) -> None:
+        self._passed = event
+        self._ordered.clear()
 
     def passed(self) -> bool:
         """Whether the device is through the last wait; False between a signal and its wait. From any thread."""

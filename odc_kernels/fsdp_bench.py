@@ -152,11 +152,12 @@ def one_by_one(shape: Shape, measure: Measure, device: torch.device) -> Iterator
 def in_turn(shape: Shape, measure: Measure, device: torch.device) -> Iterator[dict[str, Any]]:
     """The same for all modes at once, a block of minibatches each in turn, again and again; what there is after each.
 
-    `blocks` are the samples of each time, `seconds` all of them. Peaks are without what the other models hold.
+    `blocks` are the seconds of each time, `seconds` all of them. Peaks are without what the other models hold.
     """
     runs: dict[str, Run] = {}
     held: dict[str, int] = {}
     blocks: dict[str, list[list[float]]] = {mode: [] for mode in shape.modes}
+    cores: dict[str, dict[str, list[float]]] = {mode: {} for mode in shape.modes}
     peaks: dict[str, dict[str, int]] = {}
     with ExitStack() as stack:
         for mode in shape.modes:
@@ -169,11 +170,15 @@ def in_turn(shape: Shape, measure: Measure, device: torch.device) -> Iterator[di
         for _ in range(shape.repeats):
             for mode, run in runs.items():
                 _reset_peak(device)
-                blocks[mode].append(measure(run, 1)["seconds"])
+                samples = measure(run, 1)
+                blocks[mode].append(samples["seconds"])
+                if "core_seconds" in samples:
+                    cores[mode].setdefault("core_seconds", []).extend(samples["core_seconds"])
                 found = memory(run, others_bytes=sum(held.values()) - held[mode])
                 peaks[mode] = {name: max(value, peaks.get(mode, {}).get(name, 0)) for name, value in found.items()}
             yield {
-                mode: {"seconds": list(chain(*blocks[mode])), "blocks": blocks[mode], **peaks[mode]} for mode in runs
+                mode: {"seconds": list(chain(*blocks[mode])), "blocks": blocks[mode], **cores[mode], **peaks[mode]}
+                for mode in runs
             }
 
 
@@ -188,6 +193,9 @@ def lines(shape: str, results: dict[str, Any], found: dict[str, Any]) -> Iterato
             text += f", {statistics.median(ratios):.4f}x the first ({min(ratios):.4f} to {max(ratios):.4f})"
             fast, first_fast = (statistics.quantiles(these["seconds"], n=5)[0] for these in (samples, first))
             text += f", fastest fifth under {fast:.6g}, {first_fast / fast:.4f}x"
+        if "core_seconds" in samples:
+            own, theirs = (statistics.median(these["core_seconds"]) for these in (samples, first))
+            text += f", of all cores {own:.6g}, {theirs / own:.4f}x"
         if "peak_bytes" in samples:  # pragma: cuda-only
             beyond = samples["peak_bytes"] + samples["window_bytes"] - first["peak_bytes"]
             text += f", peak {samples['peak_bytes'] / 1e9:.2f} GB, with windows {beyond / 1e9:+.2f} GB"
@@ -220,8 +228,11 @@ def speed(run: Run, warmup: int) -> dict[str, Any]:
 
 
 def host_time(run: Run, warmup: int) -> dict[str, Any]:
-    """Seconds of the host to enqueue one unit's forward and backward, in each microbatch of each minibatch."""
-    seconds: list[float] = []
+    """Seconds of the host to enqueue one unit's forward and backward, in each microbatch of each minibatch.
+
+    `seconds` by the clock, `core_seconds` of all cores that this process used, which others on the machine change less.
+    """
+    seconds: list[tuple[float, float]] = []
     units = sum(isinstance(module, FSDPModule) for module in run.net.modules())
     for number in range(warmup + run.shape.minibatches):
         if number == warmup:
@@ -233,11 +244,12 @@ def host_time(run: Run, warmup: int) -> dict[str, Any]:
             run.odc.publish()
         else:
             run.optimizer.zero_grad()
-    return {"seconds": [second / units for second in seconds]}
+    clock, cores = zip(*seconds, strict=True)
+    return {"seconds": [taken / units for taken in clock], "core_seconds": [taken / units for taken in cores]}
 
 
-def _timed(items: Iterable[Any], seconds: list[float], device: torch.device) -> Iterator[Any]:
-    """Append what the loop's body took, each time from an idle device on."""
+def _timed(items: Iterable[Any], seconds: list[tuple[float, float]], device: torch.device) -> Iterator[Any]:
+    """Append what the loop's body took, by the clock and of cores, each time from an idle device on."""
     iterator = iter(items)
     while True:
         try:
@@ -245,9 +257,9 @@ def _timed(items: Iterable[Any], seconds: list[float], device: torch.device) -> 
         except StopIteration:
             return
         _synchronize(device)
-        start = time.perf_counter()
+        start, cores = time.perf_counter(), time.process_time()
         yield item
-        seconds.append(time.perf_counter() - start)
+        seconds.append((time.perf_counter() - start, time.process_time() - cores))
 
 
 def memory(run: Run, others_bytes: int | None = None) -> dict[str, int]:

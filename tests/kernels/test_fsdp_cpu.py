@@ -157,6 +157,7 @@ def test_the_benchmark_runs(tmp_path, capfd):
             repeats = result["shapes"][shape]["repeats"]
             assert len(samples) == repeats * (4 if shape == "host-bound" else 2), (shape, mode)
             assert min(samples) > 0
+            assert len(found.get("core_seconds", [])) == (len(samples) if shape == "host-bound" else 0)
             if repeats > 1:
                 assert [second for block in found["blocks"] for second in block] == samples
                 assert len(found["blocks"]) == repeats

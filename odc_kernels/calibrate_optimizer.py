@@ -60,6 +60,7 @@ def measure_optimizer(
                     parameters=elements,
                     step_s=_median(stepped[step.name]),
                     publish_s=_median(published[publish.name]) if publish.name in published else None,
+                    flagged=stepped[step.name][0].flagged,
                 )
             )
     return samples, left_out + left + also_left

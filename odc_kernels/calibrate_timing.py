@@ -11,7 +11,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -29,6 +29,10 @@ LONG_S = 0.2
 """What takes longer keeps the device busy by itself, and the host ahead: few samples do, and no rounds before them."""
 LONG_LEAD_S = 0.01
 """Of other work before each round of those, or the first step's time would begin before the host has launched it."""
+FIRST_S = 4.0
+"""What took less the first time, with all that is set up then, is tried once more to learn what it takes."""
+MOST_LATE, LONGEST_LEAD_S = 0.2, 0.5
+"""In what part of a pass the device may have waited for the host, and the lead beyond which nothing more is tried."""
 WARM_S = 0.1
 """Of untimed rounds before the timed ones, for what takes less."""
 HEAT_S = 0.5
@@ -125,34 +129,41 @@ class Pace:
         self._finish()
         return time.perf_counter() - start, enqueued - start
 
-    def rounds(self, steps: Sequence[Step], plan: "Plan") -> list[list[float]]:
-        """Seconds [steps][samples] of this rank."""
-        count = plan.samples
+    def rounds(self, steps: Sequence[Step], plan: "Plan") -> tuple[list[list[float]], float]:
+        """Seconds [steps][samples] of this rank, and in what part of them the host was late in spite of its lead."""
+        count, late = plan.samples, 0
         synchronize(self.device)
         marks = Marks(self.device, plan.clock)
         for number in range(-plan.untimed, count):
-            if self.device.type == "cuda":  # pragma: cuda-only
-                self._lead(plan.lead_s)
+            started = self._lead(plan.lead_s) if self.device.type == "cuda" else None
             for step in steps:
                 if number >= 0:
                     marks.mark()
                 step()
             if number >= 0:
                 marks.mark()
+                late += started is not None and started.query()
         synchronize(self.device)
         times, width = marks.times_s(marks), len(steps) + 1
-        return [
+        seconds = [
             [max(times[r * width + i + 1] - times[r * width + i], 1e-9) for r in range(count)]
             for i in range(len(steps))
         ]
+        return seconds, late / count
 
     def _finish(self) -> None:
         if self.device.type == "cuda":  # pragma: cuda-only
             torch.cuda.synchronize(self.device)
 
-    def _lead(self, seconds: float) -> None:  # pragma: cuda-only
+    def _lead(self, seconds: float) -> torch.cuda.Event | None:  # pragma: cuda-only
+        """Other work; what is returned has happened when the device is through with it. None: there is no such work."""
+        if seconds <= 0:
+            return None
         for _ in range(math.ceil(seconds / self.product_s)):
             self._product()
+        end = torch.cuda.Event()
+        end.record()
+        return end
 
 
 def over_ranks(own: list[list[float]], how: Literal["mean", "max"]) -> list[list[float]]:
@@ -226,7 +237,7 @@ def _survey(item: Item, pace: Pace) -> tuple[float, float] | None:
         torch.cuda.empty_cache()
         return None
     total_s = agree_max(total_s, device)
-    if total_s < LONG_S:
+    if total_s < FIRST_S:
         total_s, host_s = (agree_max(value, device) for value in pace.once(steps))
     behind = device.type == "cuda" and total_s < 3 * host_s
     return max(total_s, 1e-9), 1.5 * host_s if behind else 0.0
@@ -249,7 +260,14 @@ def _plan(total_s: float, lead_s: float, effort: Effort, device: torch.device, c
 
 
 def _one_pass(item: Item, pace: Pace, plan: Plan, how: Literal["mean", "max"]) -> list[list[float]]:
-    return over_ranks(pace.rounds(item.make(), plan), how)
+    """Once more with twice the lead, while the device has often been waiting for the host."""
+    steps = item.make()
+    while True:
+        seconds, late = pace.rounds(steps, plan)
+        # What takes long keeps the host ahead by itself.
+        if plan.untimed == 0 or plan.lead_s > LONGEST_LEAD_S or agree_max(late, pace.device) <= MOST_LATE:
+            return over_ranks(seconds, how)
+        plan = replace(plan, lead_s=2 * plan.lead_s)
 
 
 def _timed(passes: Sequence[Sequence[float]], effort: Effort) -> Timed:

@@ -133,6 +133,8 @@ class OptimizerSample:
     parameters: Size
     step_s: Seconds
     publish_s: SecondsOrZero | None = None
+    flagged: bool = False
+    """The step is not to be used: noisy, or the device had to wait for the host."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

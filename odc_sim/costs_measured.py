@@ -27,8 +27,8 @@ def calibrated_costs(model: ModelSpec, calibration: "Calibration", recompute: bo
 
     A layer's backward is the fit "backward_recompute" with `recompute`, else "backward". The head is not checkpointed
     with the layers: its "backward" counts or, where the loss recomputes its own chunks, "backward_recompute". The
-    embedding counts as 0 where it was not measured. `valid_tokens` is what all fits used have in common. Raises
-    `InputError` naming what is missing: the model (with those that are there), a unit or a direction.
+    embedding counts as 0 where it was not measured. `valid_tokens` is what the fits of layers and head have in common.
+    Raises `InputError` naming what is missing: the model (with those that are there), a unit or a direction.
     """
     names = measured_models(model, calibration)
     if not names:
@@ -60,7 +60,8 @@ def calibrated_costs(model: ModelSpec, calibration: "Calibration", recompute: bo
         head_forward=costs[2],
         head_backward=costs[3],
         provenance="measured",
-        valid_tokens=_common_range([*embedding, *used], name),
+        # The embedding, a lookup of less than a thousandth of a microbatch's time, does not limit it.
+        valid_tokens=_common_range(used, name),
         source=f"calibration of {name}" + ("" if embedding else ", embedding not measured"),
     )
 

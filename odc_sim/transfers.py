@@ -270,7 +270,7 @@ def _optimizer(
         seconds, inside = _interpolate(*_best(pairs), elements)
         return float(seconds[0]), "measured" if inside else "extrapolated"
 
-    steps = [(float(s.parameters), s.step_s) for s in samples]
+    steps = [(float(s.parameters), s.step_s) for s in samples if not s.flagged]
     step_s, step_provenance = best_known(steps, OPTIMIZER_BYTES, OPTIMIZER_EFFICIENCY)
     if not one_sided or world_size == 1:
         return step_s, 0.0, step_provenance

@@ -224,7 +224,7 @@ def test_calibrated_embedding_and_recomputing_loss_are_used_where_measured() -> 
     costs = calibrated_costs(TINY, calibration(*LAYER_AND_HEAD[:4], loss, *embedding))
     assert (costs.embedding_forward.c1_s_per_token, costs.embedding_backward.c1_s_per_token) == (0.1, 0.2)
     assert costs.head_backward.c1_s_per_token == 12.0
-    assert costs.valid_tokens == (30, 60)
+    assert costs.valid_tokens == (20, 90)  # of layers and head: the embedding's time is next to nothing
 
 
 def test_calibrated_errors_name_what_is_there() -> None:

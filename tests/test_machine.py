@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from odc_sim import Study, simulate
 from odc_sim.hardware import load_cluster
 from odc_sim.machine import load_machine
 
@@ -48,6 +49,36 @@ def test_a_slowdown_a_little_below_one_counts_as_one_and_one_far_below_as_unknow
     overlap = machine.cluster.overlap["odc"]
     assert (overlap.unshard.transfer, overlap.unshard.compute) == (1.0, 1.0)
     assert overlap.reduce == load_cluster(machine.cluster.name.removesuffix(", calibrated")).overlap["odc"].reduce
+
+
+def test_built_in_h200_is_its_committed_calibration():
+    machine = load_machine("h200-nvlink")
+    assert (machine.name, machine.cluster.name) == ("h200-nvlink", "h200-nvlink")
+    assert machine.calibration is not None
+    assert machine.note.startswith("calibration: h200-nvlink-2gpu.json, measured 2026-11-29")
+    assert 1.1 < machine.cluster.overlap["collective"].waiting < 1.25
+    assert {fit.model for fit in machine.calibration.fits} == {
+        *("qwen2.5-1.5b", "qwen2.5-7b", "qwen2.5-14b", "qwen2.5-32b")
+    }
+    for overlap in machine.cluster.overlap.values():
+        for slowdown in (overlap.unshard, overlap.reduce):
+            assert min(slowdown.transfer, slowdown.compute) >= 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "compute", "transfers"),
+    [
+        ({}, "measured", "measured"),
+        ({"devices": 8}, "measured", "extrapolated"),
+        ({"scale": 2.0}, "extrapolated", "measured"),
+    ],
+)
+def test_what_is_measured_on_two_h200s_and_what_is_extrapolated(changes, compute, transfers):
+    study = {"hardware": "h200-nvlink", "devices": 2, "minibatch_size": 2, "minibatches": 20, "policy": ("lb-mini",)}
+    row = simulate(Study(**(study | {"schedule": ("odc",)} | changes))).row("odc", "lb-mini")
+    assert row.provenance["compute"] == compute
+    assert row.provenance["transfers"] == transfers
+    assert row.provenance["optimizer"] == "measured"
 
 
 def test_memory_comes_from_the_calibration_where_it_says(tmp_path):

@@ -235,6 +235,13 @@ def test_measured_optimizer_times_by_shard_size():
     assert c.optimizer_provenance == "extrapolated"
 
 
+def test_flagged_optimizer_steps_are_passed_over():
+    noisy = replace(SMALL.optimizer[1], parameters=10_000_000, step_s=1.0, flagged=True)
+    shape = Shape(layers=1, layer_parameters=20_000_000, root_parameters=20_000_000)
+    c = costs(shape, H200, 4, one_sided=True, calibration=replace(SMALL, optimizer=(*SMALL.optimizer, noisy)))
+    assert c.optimizer_s == pytest.approx(1e-3)
+
+
 @given(
     st.integers(1, 10**9), st.integers(1, 10**9), st.sampled_from([1, 2, 4, 8, 16, 32]), st.booleans(), st.booleans()
 )

@@ -14,8 +14,8 @@ from odc_sim.errors import InputError
 from odc_sim.plans import write_plan
 from odc_sim.study import make_study
 
-START_S = 12.0
-"""Of a run: building the model, and a minibatch to warm up."""
+START_S = 8.0
+"""Of a run: building the model, and a minibatch to warm up; as on two H200s with 1.5B."""
 COLUMNS = (
     "study",
     "schedule",

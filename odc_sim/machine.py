@@ -44,7 +44,8 @@ def load_machine(name_or_path: str) -> Machine:
             return Machine(name=name, cluster=cluster, calibration=None)
         calibration = load_calibration(data_dir("traces") / "calibration" / cluster.calibration)
         measured = replace(_put_in(calibration, cluster), name=cluster.name)
-        note = f"calibration: {cluster.calibration}, measured {calibration.created[:10]}; `odc calibrate` measures yours"
+        when = calibration.created[:10]
+        note = f"calibration: {cluster.calibration}, measured {when}; `odc calibrate` measures your machine"
         return Machine(name=name, cluster=measured, calibration=calibration, note=note)
     calibration = load_calibration(name_or_path)
     cluster = _calibrated(calibration)

@@ -26,8 +26,8 @@ def waiting(alone_s: Array, slowdown: float, lockstep: NDArray[np.bool_]) -> Arr
     """What compute of `alone_s` [B, D] takes on ranks that are ahead of others, where ranks run in `lockstep` [B, D].
 
     A collective's kernel that waits for a slower rank holds multiprocessors all that time, so that the faster ranks'
-    compute progresses `slowdown` (>= 1) times slower; but a rank that is slowed down to the slowest one's speed waits no
-    longer. Measured: reports/validation-h200.
+    compute progresses `slowdown` (>= 1) times slower; but a rank that is slowed down to the slowest one's speed waits
+    no longer. Measured: reports/validation-h200.
     """
     slowest_s = np.where(lockstep, alone_s, 0.0).max(axis=-1, keepdims=True)
     result: Array = np.where(lockstep, np.maximum(alone_s, np.minimum(alone_s * slowdown, slowest_s)), alone_s)

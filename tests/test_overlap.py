@@ -36,9 +36,7 @@ def test_last_microbatches_meet_whatever_their_number():
     assert _in_step(seconds, 1.5, last).tolist() == [[[8.0, 3.0], [4.0, 0.0]]]
 
 
-@given(
-    st.lists(st.floats(0.0, 1e3), min_size=1, max_size=8), st.floats(1.0, 3.0), st.lists(st.booleans(), min_size=8)
-)
+@given(st.lists(st.floats(0.0, 1e3), min_size=1, max_size=8), st.floats(1.0, 3.0), st.lists(st.booleans(), min_size=8))
 def test_nobody_becomes_slower_than_the_slowest(alone, slowdown, meets):
     seconds, lockstep = np.array([alone]), np.array([meets[: len(alone)]])
     result = waiting(seconds, slowdown, lockstep)

@@ -32,6 +32,7 @@ ROOT_STEPS: tuple[Part, ...] = (
     ("head_loss", "backward_recompute"),
 )
 LONG_TOKENS = 4096
+LEAD_TOKENS = 24_000
 """Shorter microbatches are ruled by the floor; two fits are compared from here on."""
 
 
@@ -66,6 +67,7 @@ def measure_model(
         ("layer without recompute", plain, PLAIN_STEPS, partial(_layer_steps, lm, pace.device, recompute=False)),
         ("embedding and head", root, ROOT_STEPS, partial(_root_steps, lm, pace.device)),
     ]
+    lead = _lead(lm, pace.device) if pace.device.type == "cuda" else None
     found: list[Found] = []
     left_out: list[str] = []
     for name, shapes, parts, make in groups:
@@ -77,7 +79,8 @@ def measure_model(
             )
             for lengths in shapes.all
         ]
-        timed, left = measure(items, pace, effort, how="mean", say=say)
+        with pace.leading_with(lead):
+            timed, left = measure(items, pace, effort, how="mean", say=say)
         left_out += [f"{model} {reason}" for reason in left]
         for lengths, item in zip(shapes.all, items, strict=True):
             for part, step in zip(parts, timed.get(item.name, ()), strict=False):
@@ -215,6 +218,18 @@ def _layer_steps(lm: CausalLm, device: torch.device, lengths: Lengths, *, recomp
         _drop_gradients(layer, x)
 
     return [forward, backward]
+
+
+def _lead(lm: CausalLm, device: torch.device) -> Step:
+    """A layer's forward that keeps a GPU busy for much longer than the host takes to enqueue it."""
+    layer = lm.layers[0]
+    args, kwargs = layer_arguments(lm, _batch((LEAD_TOKENS,), lm.spec.vocab, device))
+
+    @torch.no_grad()
+    def lead() -> None:
+        layer(*args, **kwargs)
+
+    return lead
 
 
 def _root_steps(lm: CausalLm, device: torch.device, lengths: Lengths) -> list[Step]:

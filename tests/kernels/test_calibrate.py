@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 torch = pytest.importorskip("torch", reason="torch is not installed; `make test-kernels` runs these")
 
 from cli import app  # noqa: E402
-from odc_kernels import calibrate, calibrate_compute, calibrate_copies, calibrate_optimizer  # noqa: E402
+from odc_kernels import calibrate, calibrate_compute, calibrate_copies, calibrate_optimizer, lm  # noqa: E402
 from odc_kernels import calibrate_shapes as shapes  # noqa: E402
 from odc_kernels.calibrate_file import Talk  # noqa: E402
 from odc_kernels.calibrate_phases import _effort  # noqa: E402
@@ -257,7 +257,7 @@ def test_a_noisy_sample_is_flagged():
 def test_long_steps_need_few_samples_and_short_ones_a_run_up():
     cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
     long = _plan(2 * LONG_S, 0.0, EFFORT, gpu, False)
-    assert (long.untimed, long.samples) == (0, 2)
+    assert (long.untimed, long.samples, long.long) == (1, 2, True)
     short = _plan(0.01, 0.02, EFFORT, gpu, False)
     assert (short.untimed, short.samples, short.lead_s) == (10, 3, 0.02)
     assert _plan(1e-4, 0.0, EFFORT, gpu, False).samples == EFFORT.most
@@ -472,3 +472,11 @@ def test_the_report_of_something_else(tmp_path):
     (tmp_path / "x.json").write_text("{}")
     with pytest.raises(InputError, match="schema_version"):
         write_calibration_report(tmp_path / "x.json")
+
+
+def test_the_lead_of_a_layer_is_a_forward_that_leaves_nothing_behind(monkeypatch):
+    monkeypatch.setattr(calibrate_compute, "LEAD_TOKENS", 300)
+    model = lm.build_lm("tiny", device=torch.device("cpu"), num_layers=1, recompute=False)
+    lead = calibrate_compute._lead(model, torch.device("cpu"))
+    lead()
+    assert all(parameter.grad is None for parameter in model.parameters())

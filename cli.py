@@ -371,9 +371,12 @@ def validate(
         Path | None, Option("--json", help="also write validation.json here; - for standard output")
     ] = None,
 ) -> None:
-    """Runs on hardware beside their prediction. Exit code 3 if step times or speedups (2 points) are off.
+    """Runs on hardware beside their prediction. Exit code 3 if step times are off by more than --tolerance, or speedups
+    by more than 2 points, as on a CPU they mostly are.
 
     Example:  odc validate runs/collective runs/odc --out reports/validation
+
+    Example:  odc validate runs/odc --hardware h200-nvlink --tolerance 5
     """
     with _one_line_errors():
         from odc_sim.errors import InputError
@@ -572,6 +575,8 @@ def calibrate(
     """Measure this machine's GPUs and links for simulate --hardware. Starts a process a GPU, or runs under torchrun.
 
     Example:  odc calibrate --model qwen2.5-7b --out mine.json && odc simulate --hardware mine.json --model qwen2.5-7b
+
+    Example:  odc calibrate --device cpu --out laptop.json     (the model `tiny`, about a minute, to try the tool)
     """
     with _one_line_errors():
         from odc_sim.calibration_report import failed, summary, write_calibration_report
@@ -614,7 +619,9 @@ def train(
     steps: Annotated[int | None, Option(help="minibatches to run  [default: all of the plan]")] = None,
     device: Annotated[str | None, Option(help="cuda or cpu  [default: cuda if there is one]")] = None,
     compute: Annotated[str | None, Option(help="real, or emulated: units wait as long as a cost model says")] = None,
-    time_scale: Annotated[float | None, Option(help="emulated: executed seconds a simulated second")] = None,
+    time_scale: Annotated[
+        float | None, Option(help="emulated: executed seconds a simulated second  [default: 1]")
+    ] = None,
     calibration: Annotated[Path | None, Option(help="calibration.json of this machine, kept with the run")] = None,
     data: Annotated[
         Path | None, Option(help="tokens: .jsonl or .parquet with a list column input_ids, or a folder of them")
@@ -646,6 +653,10 @@ def train(
     """Run a plan for real, on GPUs or CPU ranks, and record who waited for what. Several hosts: start it with torchrun.
 
     Example:  odc train --model tiny --device cpu --scale 0.02 --steps 5 --schedule odc --out run
+
+    Example:  odc train --plan plan.json --schedule odc --calibration mine.json --checkpoint-every 50 --out runs/odc
+
+    Example:  odc train --resume --out runs/odc
     """
     flags = dict(locals())
     own = (
@@ -743,7 +754,8 @@ def main() -> None:
         explain = getattr(error, "format_message", None)  # the command-line library's own errors have it
         if explain is None:
             raise
-        typer.echo(f"error: {explain()} (see: odc --help)", err=True)
+        where = getattr(getattr(error, "ctx", None), "command_path", None) or "odc"
+        typer.echo(f"error: {explain()} (see: {where} --help)", err=True)
         sys.exit(2)
 
 

@@ -46,6 +46,8 @@ def run(*command: str) -> list[str]:
     """The lines a command prints, or why there are none."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    except FileNotFoundError:
+        return [f"{command[0]}: not found"]
     except (OSError, subprocess.SubprocessError) as error:
         return [f"{command[0]}: {error}"]
     return [line.rstrip() for line in done.stdout.splitlines() if line.strip()]

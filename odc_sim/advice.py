@@ -35,8 +35,9 @@ def advise(rows: Sequence[Row], baseline: Row, bound_speedup: float | None, larg
     if not baseline.usable:
         text += f"{_name(baseline)}, the baseline, does not fit the device's memory; "
     text += f"{abs(gain):.0%} {'more' if gain >= 0 else 'less'} throughput than {_name(baseline)}"
-    if choice.gpu_hours_saved_per_1000_steps is not None:
-        text += f", {choice.gpu_hours_saved_per_1000_steps:,.1f} GPU-hours saved per 1,000 steps"
+    saved = choice.gpu_hours_saved_per_1000_steps
+    if saved is not None and abs(saved) >= 0.05:  # less is shown as nothing
+        text += f", {saved:,.1f} GPU-hours saved per 1,000 steps"
     text += "." if choice is best else f"; within 1 % of the fastest, {_name(best)}, and simpler."
     odc = [row for row in candidates if row.schedule.startswith("odc")]
     if not choice.schedule.startswith("odc"):

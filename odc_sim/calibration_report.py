@@ -71,7 +71,8 @@ def summary(calibration: Calibration) -> list[str]:
         if fit.unit == "layer":
             tokens = fit.valid_tokens[1]
             errors = [abs(error) for error in heldout_errors(calibration, fit, long=True).values()]
-            checked = f"held out {percent(errors)}" if errors else "no long microbatch held out"
+            median_and_worst = f"held out {percent(errors)} (median, worst)"
+            checked = median_and_worst if errors else "no long microbatch held out"
             lines.append(
                 f"{fit.model} layer {fit.direction}, one sample of {tokens:,} tokens: "
                 f"{line_of(fit)([[tokens]])[0] * 1e3:.3g} ms; {checked}; repeats {spread(fit)}"
@@ -137,7 +138,7 @@ def limits(calibration: Calibration) -> list[str]:
         fits = [fit for fit in calibration.fits if fit.model == model]
         low, high = max(f.valid_tokens[0] for f in fits), min(f.valid_tokens[1] for f in fits)
         lines.append(f"{model}: microbatches outside {low:,} to {high:,} tokens")
-    lines.append("compute of any other model: refused, as it was not measured")
+    lines.append("compute of any other model: not measured, so FLOPs over the device's peak are used (`analytic`)")
     if calibration.optimizer:
         counts = [sample.parameters for sample in calibration.optimizer]
         lines.append(f"the optimizer's step outside {min(counts):,} to {max(counts):,} parameters a rank")

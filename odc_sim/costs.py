@@ -12,6 +12,7 @@ lengths, `squares` the sum of their squares, since packed samples attend only to
 `choose_costs` takes the first of them that exists; this module exports all.
 """
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from odc_sim.costs_formula import (
@@ -66,4 +67,8 @@ def choose_costs(
         return calibrated_costs(model, calibration, recompute)
     if has_fit(model, cluster.device.name):
         return fitted_costs(model, cluster.device.name, recompute)
-    return analytic_costs(model, cluster, recompute)
+    found = analytic_costs(model, cluster, recompute)
+    if calibration is None:
+        return found
+    known = ", ".join(sorted({fit.model for fit in calibration.fits})) or "no model"
+    return replace(found, source=f"{found.source}, as the calibration knows {known} only (odc calibrate --model)")

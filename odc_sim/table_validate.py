@@ -126,6 +126,8 @@ def order_line(orders: Sequence[Order]) -> str:
     """Whether runs are as fast relative to each other as predicted."""
     wrong = [f"{each.slower} is faster than {each.faster}" for each in orders if each.kept is False]
     close = sum(each.kept is None for each in orders)
+    if orders and close == len(orders):
+        return f"order: too close to tell ({close} pair{'s' * (close != 1)})"
     text = f"order: not as predicted: {', '.join(wrong)}" if wrong else "order: as predicted"
     return text + (f"; {close} of {len(orders)} pairs too close to tell" if close else "")
 

@@ -75,7 +75,10 @@ def test_summary(calibration):
     lines = "\n".join(summary(calibration))
     assert lines.startswith("Calibration of NVIDIA H200, 2 ranks, measured in 4 s")
     assert "gather cuda-auto, 64 MiB: 335.5 GB/s, x1.50 (compute x0.990 *) beside compute" in lines
-    assert "m layer forward, one sample of 8,000 tokens: 9 ms; held out 20.0%, 20.0%; repeats 0.4%" in lines
+    assert (
+        "m layer forward, one sample of 8,000 tokens: 9 ms; held out 20.0%, 20.0% (median, worst); repeats 0.4%"
+        in lines
+    )
     assert "2 of 5 measurements flagged" in lines
     assert "left out: optimizer of 16.4B" in lines
     assert lines.endswith("FAILED: host: rank 0: RuntimeError: why")

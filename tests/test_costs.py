@@ -276,3 +276,9 @@ def test_costs_are_frozen() -> None:
     costs: ComputeCosts = analytic_costs(TINY, other_device())
     with pytest.raises(AttributeError):
         costs.layers = 3  # type: ignore[misc]
+
+
+def test_a_model_that_a_calibration_does_not_know_says_so() -> None:
+    costs = choose_costs(load_model("qwen2.5-7b"), other_device(), calibration(*LAYER_AND_HEAD))
+    assert costs.provenance == "analytic"
+    assert costs.source.endswith(", as the calibration knows tiny only (odc calibrate --model)")

@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed; `make test-
 
 from odc_kernels import doctor, doctor_gpu, doctor_probe, doctor_system  # noqa: E402
 from odc_kernels.doctor_gpu import Gpu  # noqa: E402
+from odc_kernels.environment import run  # noqa: E402
 from odc_sim.doctor import line  # noqa: E402
 
 QUERIED = [
@@ -185,6 +186,7 @@ def test_variables_are_only_named_where_they_matter():
 
 def test_topology_and_gpus_are_read_from_what_the_driver_prints():
     assert doctor_gpu.parse_topology(TOPOLOGY.splitlines()) == {(0, 1): "NV18", (0, 2): "SYS", (1, 2): "NV18"}
+    assert run("odc-no-such-command") == ["odc-no-such-command: not found"]
     assert doctor_gpu.parse_topology(["nvidia-smi: not found"]) == {}
     assert doctor_gpu.parse_gpus(["nvidia-smi: not found", "", "No devices were found"]) == []
     assert [found.capability for found in GPUS] == [(9, 0)] * 2

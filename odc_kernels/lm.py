@@ -205,10 +205,22 @@ def shard(
 
 
 def _weights_folder(model: str) -> Path | None:
-    """The directory, if it has weights in it."""
+    """The directory, if it has weights in it.
+
+    Raises:
+        InputError: it has them as pickles only, which are not read; random ones in their place would go unnoticed.
+    """
     path = Path(model)
-    if path.is_dir() and any(path.glob("*.safetensors")):
+    if not path.is_dir():
+        return None
+    if any(path.glob("*.safetensors")):
         return path
+    pickled = sorted(file.name for kind in ("*.bin", "*.pt", "*.pth") for file in path.glob(kind))
+    if pickled:
+        raise InputError(
+            f"{model}: has its weights in {pickled[0]}, expected .safetensors: save it anew with transformers "
+            "(save_pretrained), or name its config.json for random weights"
+        )
     return None
 
 

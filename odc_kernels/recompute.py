@@ -52,5 +52,6 @@ class _Recompute(torch.autograd.Function):
         again = x.detach().requires_grad_(x.requires_grad)
         with torch.enable_grad():
             result = ctx.block(again, *ctx.others, **ctx.options)
-        torch.autograd.backward(result, gradients[0])
+        if result.requires_grad:  # else all of it is frozen, and so is what came before
+            torch.autograd.backward(result, gradients[0])
         return None, None, None, again.grad, None

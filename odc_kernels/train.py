@@ -7,6 +7,7 @@ Ranks write nothing but what rank 0 collects; see `odc_sim.run_files` for the fo
 
 import math
 import os
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
@@ -42,6 +43,8 @@ from odc_sim.run_files import StepRow
 LONGEST_RUN_S = 1e6
 GRACE_S = 5.0
 """When a rank has failed, the others find out by themselves in this time, or are ended."""
+CONSEQUENCES = ("WindowError", "stuck", "RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError")
+"""How ranks fail when another one has; whatever else a rank raises is a cause."""
 TIMELINE_EVERY = 16
 """Minibatches after which the timeline is written; more often in the beginning."""
 
@@ -65,6 +68,9 @@ def train(job: Job) -> None:
             "--devices, use --device cpu, or start this command with torchrun on several hosts"
         )
     check_folder(job)
+    # Processes that import torch and shard a model are silent for 10 seconds and more.
+    where = "" if cuda else f" on this CPU ({os.cpu_count()} cores)"
+    print(f"starting {world_size} ranks{where}: {job.spec.name}, {job.config.schedule}", file=sys.stderr, flush=True)
     try:
         run_ranks(
             run_rank,
@@ -89,7 +95,12 @@ def _in_one_line(error: RankError) -> Exception:
         return InputError(by_kind["InputError"].message)
     if "KeyboardInterrupt" in by_kind:
         return KeyboardInterrupt()
-    for kind in ("RunError", "died", "WindowError", "stuck"):
+    for kind in ("RunError", "died"):
+        if kind in by_kind:
+            return RunError(by_kind[kind].message)
+    if any(kind not in CONSEQUENCES for kind in by_kind):
+        return error
+    for kind in ("WindowError", "stuck"):
         if kind in by_kind:
             return RunError(by_kind[kind].message)
     return error

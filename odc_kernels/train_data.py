@@ -55,7 +55,7 @@ class Tokenized:
     """
 
     def __init__(self, path: Path, lengths: Tokens, vocabulary: int) -> None:
-        rows = [row for file in _files(path) for row in _rows(file)]
+        rows = [row for file in data_files(path) for row in _rows(file)]
         places: dict[int, list[int]] = {}
         for number, row in enumerate(rows):
             places.setdefault(row.size, []).append(number)
@@ -103,7 +103,12 @@ def minibatch_samples(plan: Plan, minibatch: int) -> Tokens:
     return plan.sample_ids[start:end]
 
 
-def _files(path: Path) -> list[Path]:
+def data_files(path: Path) -> list[Path]:
+    """The files of --data.
+
+    Raises:
+        InputError: there are none.
+    """
     if not path.exists():
         raise InputError(f"--data {show_path(path)}: no such file or folder")
     files = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES) if path.is_dir() else [path]
@@ -141,7 +146,8 @@ def _parquet(file: Path) -> Iterator[Any]:
 
 def _jsonl(file: Path) -> Iterator[Any]:
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        # Not splitlines(): a JSON string may hold line ends of Unicode.
+        lines = file.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{show_path(file)}: cannot be read: {error}") from None
     for number, line in enumerate(lines, 1):

@@ -1,6 +1,7 @@
 """run/, written by rank 0 while it runs: readable after every finished minibatch, however the run ends."""
 
 import json
+import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -40,7 +41,7 @@ def check_folder(job: Job) -> None:
 
     Raises:
         InputError: the folder has a run although it is not resumed; or it has none, no checkpoint, or nothing left to
-            do although it is.
+            do although it is; or it cannot be written.
     """
     if job.resume:
         if not (job.out / PLAN).is_file() or not (job.out / CONFIG).is_file():
@@ -48,12 +49,19 @@ def check_folder(job: Job) -> None:
         finished, _ = newest(job.out)
         if finished >= job.config.steps:
             raise InputError(
-                f"--resume: {finished} minibatches are finished, {job.config.steps} were asked for (--steps)"
+                f"--resume: the checkpoint holds {finished} minibatches, {job.config.steps} were asked for; "
+                "go further with --steps"
             )
     elif (job.out / STEPS).exists() or (job.out / PLAN).exists():
         raise InputError(f"--out {job.out}: holds a run; choose another folder, or go on with it: --resume")
     elif job.out.exists() and not job.out.is_dir():
         raise InputError(f"--out {job.out}: is a file, expected a folder")
+    try:
+        job.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--out {job.out}: cannot be made: {error.strerror}; choose another folder") from None
+    if not os.access(job.out, os.W_OK | os.X_OK):
+        raise InputError(f"--out {job.out}: nothing can be written there; choose another folder, or allow it")
 
 
 class RunFiles:

@@ -6,16 +6,18 @@ from pathlib import Path
 
 import numpy as np
 
+from odc_kernels.train_data import data_files
 from odc_sim.api import obstacle
 from odc_sim.calibration import Calibration, load_calibration
 from odc_sim.costs import ComputeCosts, choose_costs
 from odc_sim.errors import InputError, unknown_name
 from odc_sim.hardware import builtin_hardware, load_cluster
 from odc_sim.machine import load_machine
-from odc_sim.models import ModelSpec, load_model
+from odc_sim.models import ModelSpec, builtin_models, load_model
 from odc_sim.plans import Plan
 from odc_sim.run_files import RunConfig
 from odc_sim.schedules import SCHEDULES, make_schedule
+from odc_sim.validate_predict import as_planned
 
 TIMEOUT_S = 300.0
 """How long a rank waits for another: more than the longest lead of one in a minibatch."""
@@ -41,7 +43,9 @@ class Job:
     @property
     def spec(self) -> ModelSpec:
         """The model's shape."""
-        return load_model(self.model)
+        found = load_model(self.model)
+        # resumed, a model of one's own is read from the run's folder, where its file has another name
+        return as_planned(found, self.plan) if self.resume and self.model not in builtin_models() else found
 
     def measured(self) -> Calibration | None:
         """The calibration file, if one was given."""
@@ -58,7 +62,8 @@ def check(job: Job) -> None:
 
     Raises:
         InputError: an unknown schedule, one that hangs with this plan, another model than the plan's, more minibatches
-            than it has, or a calibration that does not know the model where compute is emulated.
+            than it has, a calibration or data that cannot be read, or a calibration that does not know the model where
+            compute is emulated.
     """
     plan, config = job.plan, job.config
     names = [schedule.name for schedule in SCHEDULES]
@@ -76,7 +81,10 @@ def check(job: Job) -> None:
         )
     if config.compute == "emulated":
         job.costs()
-    _ = job.spec
+    # Here rather than on a rank, which would have been started for nothing.
+    _ = job.spec, job.measured()
+    if job.data is not None:
+        data_files(job.data)
 
 
 def peak_flops(gpu: str, calibration: Calibration | None) -> float:

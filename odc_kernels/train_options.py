@@ -1,5 +1,6 @@
 """From the flags of `odc train` to a job."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -87,7 +88,9 @@ def make_job(
         max_grad_norm=_or(options.max_grad_norm, 1.0),
         time_scale=_or(options.time_scale, 1.0),
         warmup_steps=_or(options.warmup_steps, 1),
+        checkpoint_every=options.checkpoint_every or 0,
         hardware=study.hardware if options.compute == "emulated" and options.calibration is None else "",
+        data="" if options.data is None else str(options.data),
     )
     return Job(
         plan=plan,
@@ -151,15 +154,22 @@ def _resumed(
     if model not in builtin_models():
         model = str(out / model)
     calibration = out / CALIBRATION
+    every = _or(options.checkpoint_every, run.config.checkpoint_every)
+    data = options.data or (Path(run.config.data) if run.config.data else None)
     return Job(
         plan=run.plan,
-        config=replace(run.config, steps=_or(options.steps, run.config.steps)),
+        config=replace(
+            run.config,
+            steps=_or(options.steps, run.config.steps),
+            data="" if data is None else str(data),
+            checkpoint_every=every,
+        ),
         model=model,
         out=out,
         command=command,
         calibration=calibration if calibration.is_file() else None,
-        data=options.data,
-        checkpoint_every=options.checkpoint_every or 0,
+        data=data,
+        checkpoint_every=every,
         resume=True,
         timeline=timeline,
     )
@@ -182,10 +192,10 @@ def _check(options: Options) -> None:
         ("max_grad_norm", 0),
     ):
         value = getattr(options, name)
-        if value is not None and not value >= least:
-            raise InputError(f"--{name.replace('_', '-')}: got {value}, expected at least {least}")
-    if options.time_scale is not None and not options.time_scale > 0:
-        raise InputError(f"--time-scale: got {options.time_scale}, expected more than 0")
+        if value is not None and not least <= value < math.inf:
+            raise InputError(f"--{name.replace('_', '-')}: got {value}, expected a number of at least {least}")
+    if options.time_scale is not None and not 0 < options.time_scale < math.inf:
+        raise InputError(f"--time-scale: got {options.time_scale}, expected a number above 0")
     if options.time_scale is not None and options.compute != "emulated":
         raise InputError("--time-scale: only emulated compute has one; add --compute emulated")
     if options.device == "cuda" and not torch.cuda.is_available():

@@ -11,7 +11,7 @@ import numpy as np
 
 from odc_sim.costs import ComputeCosts, UnitCost
 from odc_sim.errors import InputError
-from odc_sim.hardware import Host
+from odc_sim.hardware import Cluster, Host, Overlap, Slowdown
 from odc_sim.models import ModelSpec
 from odc_sim.transfers import TransferCosts
 
@@ -77,6 +77,13 @@ def executed_costs(costs: ComputeCosts, time_scale: float) -> ComputeCosts:
         head_backward=scaled(costs.head_backward),
         source=f"{costs.source}, times {time_scale:g}",
     )
+
+
+def uncontended(cluster: Cluster) -> Cluster:
+    """`cluster` where compute is a wait: it takes nothing from the transfers beside it, nor they from it."""
+    source = "emulated compute uses no multiprocessors"
+    nothing = Overlap(unshard=Slowdown(), reduce=Slowdown(), source=source)
+    return replace(cluster, overlap=dict.fromkeys(cluster.overlap, nothing))
 
 
 def on_one_stream(transfers: TransferCosts, host: Host | None = None) -> TransferCosts:

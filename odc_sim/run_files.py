@@ -71,8 +71,12 @@ class RunConfig:
     """Emulated compute: executed seconds per simulated second; 1 where compute is real."""
     warmup_steps: CountOrZero
     """Minibatches run before the first that was recorded."""
+    checkpoint_every: CountOrZero = 0
+    """Minibatches; 0: never."""
     hardware: str = ""
     """Whose compute costs an emulated run took, where it used no calibration."""
+    data: str = ""
+    """Where its tokens came from; empty: random ones."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,7 +102,7 @@ class StepRow:
 
 STEP_COLUMNS = tuple(field.name for field in dataclasses.fields(StepRow))
 _WHOLE = ("minibatch", "tokens", "samples", "peak_memory_bytes")
-_OPTIONAL = ("between_s", "hardware")
+_OPTIONAL = ("between_s", "checkpoint_every", "hardware", "data")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -219,6 +223,7 @@ def read_run(folder: str | Path) -> Run:
             raise InputError(
                 f"{path / TIMELINE}: has rank {timeline.rank[odd[0]]}, expected 0 to {plan.world_size - 1} as in {PLAN}"
             )
+        _check_ranks(timeline, plan.world_size, path / TIMELINE)
     return Run(
         folder=path,
         plan=plan,
@@ -294,6 +299,14 @@ def _number(text: str, name: str, line: int, path: Path) -> float:
     except ValueError:
         expected = "a whole number" if name in _WHOLE else "a number"
         raise InputError(f"{path}: line {line}: {name} is {show(text)}, expected {expected}") from None
+
+
+def _check_ranks(timeline: Timeline, world_size: int, path: Path) -> None:
+    """Every rank is in every minibatch, if only with the optimizer's step; else shares of their time would be wrong."""
+    for number in np.unique(timeline.minibatch).tolist():
+        missing = np.setdiff1d(np.arange(world_size), timeline.rank[timeline.minibatch == number])
+        if missing.size:
+            raise InputError(f"{path}: minibatch {number} has no spans of rank {missing[0]}, expected every rank's")
 
 
 def _finished(timeline: Timeline, minibatches: "np.typing.NDArray[np.int64]") -> Timeline:

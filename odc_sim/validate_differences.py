@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from odc_sim.calibration import Calibration
+from odc_sim.calibration_tables import how_measured
 from odc_sim.costs import measured_models
 from odc_sim.measured import running_spans
 from odc_sim.models import BUILT_IN, ModelSpec
@@ -29,7 +30,7 @@ CALIBRATED_LOSS_TOKENS = 512
 """The chunks in which `odc calibrate` measures head and loss where it does not say: the default of `odc_kernels.lm`."""
 COMPARED_FIELDS = (
     *("model", "device", "compute", "world_size", "gather_dtype", "reduce_dtype", "recompute", "chunked_loss_tokens"),
-    *("time_scale", "seed", "learning_rate", "max_grad_norm"),
+    *("time_scale", "seed", "learning_rate", "max_grad_norm", "data"),
 )
 """Of RunConfig: what two runs should share for their times to be compared."""
 
@@ -73,7 +74,7 @@ def differences(run: Run, predicted: Prediction, measured: Measured) -> tuple[Di
 def between_runs(run: Run, first: Run) -> tuple[Difference, ...]:
     """Every difference between two runs but for schedule, policy and plan."""
     found = [
-        Difference(field=name, run=str(mine), other=str(other), compared_with=first.name)
+        Difference(field=name, run=str(mine) or ABSENT, other=str(other) or ABSENT, compared_with=first.name)
         for name in COMPARED_FIELDS
         if (mine := getattr(run.config, name)) != (other := getattr(first.config, name))
     ]
@@ -176,6 +177,11 @@ def _calibration(run: Run, predicted: Prediction, calibration: Calibration) -> I
         yield differs("chunked_loss_tokens", config.chunked_loss_tokens, chunk)
     if config.compute == "emulated":
         yield differs("compute", f"emulated, {config.time_scale:g} s a second", "measured")
+    dtype = how_measured(calibration).get("compute_dtype", config.gather_dtype)
+    if config.gather_dtype != dtype:
+        what = "copies are" if config.compute == "emulated" else "compute is priced in that one, and copies are"
+        remark = f"{what} analytic; odc train --gather-dtype {dtype} is like the calibration"
+        yield differs("compute dtype", config.gather_dtype, dtype, remark)
     for op, dtype in zip(_ops(config), (config.gather_dtype, config.reduce_dtype), strict=True):
         samples = [sample for sample in calibration.transfers if sample.op == op]
         if not samples:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from odc_sim.api import obstacle
 from odc_sim.costs import ComputeCosts, choose_costs, extrapolated
 from odc_sim.durations import Durations
-from odc_sim.emulation import default_parameters_scale, emulated_shape, executed_costs, on_one_stream
+from odc_sim.emulation import default_parameters_scale, emulated_shape, executed_costs, on_one_stream, uncontended
 from odc_sim.errors import InputError
 from odc_sim.execution import Load, build_durations, execute
 from odc_sim.hardware import Cluster
@@ -18,6 +18,7 @@ from odc_sim.memory import MemoryEstimate, peak_memory
 from odc_sim.memory_moments import Place
 from odc_sim.memory_plan import plan_peak
 from odc_sim.models import BUILT_IN, ModelSpec, builtin_models, load_model
+from odc_sim.plans import Plan
 from odc_sim.run_files import CALIBRATION, Run
 from odc_sim.schedules import Schedule, make_schedule
 from odc_sim.transfers import ModelShape, TransferCosts, transfer_costs
@@ -67,9 +68,13 @@ def load_run_model(run: Run) -> ModelSpec:
     name = run.config.model
     if name in builtin_models() or not (run.folder / name).exists():
         return load_model(name)
-    found = load_model(str(run.folder / name))
-    named = {model.name: model for model in BUILT_IN}.get(run.plan.model, found)
-    return replace(found, name=run.plan.model) if named.same_shape(found) else found
+    return as_planned(load_model(str(run.folder / name)), run.plan)
+
+
+def as_planned(model: ModelSpec, plan: Plan) -> ModelSpec:
+    """A model read from a run's folder by the name it had when the plan was made, and in calibrations."""
+    named = {built_in.name: built_in for built_in in BUILT_IN}.get(plan.model, model)
+    return replace(model, name=plan.model) if named.same_shape(model) else model
 
 
 def load_run_machine(run: Run, hardware: str | Path | None) -> Machine:
@@ -126,6 +131,7 @@ def price(run: Run, machine: Machine) -> Priced:
     if config.compute == "emulated":
         compute = executed_costs(compute, config.time_scale)
         shape = emulated_shape(model, default_parameters_scale(model, config.device))
+        cluster = uncontended(cluster)
     transfers = transfer_costs(
         shape,
         cluster,

@@ -136,6 +136,16 @@ def test_timeline_of_finished_minibatches_only(run):
         read_run(run)
 
 
+@pytest.mark.parametrize("last", [0, 1])
+def test_a_timeline_without_a_rank(run, last):
+    """Its time would count as neither busy nor idle."""
+    spans = [Span(rank, "compute", "optimizer", "", -1, -1, 0.0, 1.0) for rank in range(2)]
+    minibatches = [(m, spans[: 1 if m == last else 2]) for m in range(last + 1)]
+    Timeline.from_spans(minibatches).write_parquet(run / "timeline.parquet", "odc train")
+    with pytest.raises(InputError, match=f"minibatch {last} has no spans of rank 1, expected every rank's"):
+        read_run(run)
+
+
 def test_calibration(run):
     text = (run / "environment.json").read_text()
     (run / "calibration.json").write_text(text)

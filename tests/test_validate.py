@@ -15,12 +15,15 @@ from cli import app
 from odc_sim.api import plan
 from odc_sim.durations import CAUSES
 from odc_sim.errors import InputError
+from odc_sim.machine import load_machine
+from odc_sim.metrics import Speedup
 from odc_sim.plans import read_plan, write_plan
 from odc_sim.run_files import read_run, write_config, write_environment, write_steps
 from odc_sim.study import Study
-from odc_sim.table_validate import run_lines, speedup_lines, step_lines, verdict_line
+from odc_sim.table_validate import order_line, run_lines, speedup_lines, step_lines, verdict_line
 from odc_sim.timeline import Timeline, read_timeline
-from odc_sim.validate import validate
+from odc_sim.validate import Order, validate
+from odc_sim.validate_predict import predict
 
 HARDWARE = "h100-ib"
 CALIBRATION = Path(__file__).parent / "data" / "calibration-small.json"  # of a model "toy" on 4 ranks
@@ -133,6 +136,16 @@ class TestExactRuns:
         assert each.memory is None
         (real,) = check(write_run(tmp_path / "r", plans["lb-mini"], "odc", HF, HARDWARE)).runs
         assert each.compute.measured == pytest.approx(20.0 * real.compute.measured, rel=0.02)
+
+    def test_emulated_compute_neither_slows_transfers_nor_is_slowed(self, plans, tmp_path):
+        slows = load_machine("h200-nvlink")
+        assert slows.cluster.overlap["collective"].waiting > 1
+        folder = write_run(tmp_path / "e", plans["lb-micro"], "collective", HF, "h200-nvlink", compute="emulated")
+        predicted = predict(read_run(folder), slows)
+        assert predicted.slowdown_s.tolist() == [0.0] * 4
+        assert predicted.idle_s[:, CAUSES.index("compute_slowdown")].tolist() == [0.0] * 4
+        write_config(folder, run_config(plans["lb-micro"], "collective"))
+        assert predict(read_run(folder), slows).slowdown_s.min() > 0
 
     def test_on_a_cpu_nothing_overlaps(self, runs, tmp_path, plans):
         folder = shutil.copytree(runs["odc"], tmp_path / "cpu")
@@ -323,6 +336,17 @@ class TestDifferences:
         assert "variable NCCL_NVLS_ENABLE: 0 in the run, (none) in the calibration" in lines
         assert not any(line.startswith(("gpu count", "nccl")) for line in lines)
 
+    def test_compute_in_another_dtype_than_was_calibrated(self, run, plans):
+        data = json.loads(CALIBRATION.read_text())
+        data["environment"]["calibrate"] = {"compute_dtype": "bf16"}
+        (run / "calibration.json").write_text(json.dumps(data))
+        assert "compute dtype" not in {d.field for d in validate([run]).runs[0].differences}
+        write_config(run, run_config(plans["lb-mini"], "odc", gather_dtype="fp32"))
+        assert (
+            "compute dtype: fp32 in the run, bf16 in the calibration (compute is priced in that one, and copies are "
+            "analytic; odc train --gather-dtype bf16 is like the calibration)"
+        ) in [d.line for d in validate([run]).runs[0].differences]
+
     def test_what_was_not_calibrated(self, run, plans):
         shutil.copyfile(CALIBRATION, run / "calibration.json")
         write_config(run, run_config(plans["lb-mini"], "odc", reduce_dtype="bf16", chunked_loss_tokens=0))
@@ -468,3 +492,14 @@ def test_verdict_of_one_run(runs):
 
 def test_every_run_is_readable(runs):
     assert all(read_run(folder).timeline is not None for folder in runs.values())
+
+
+def test_no_order_is_claimed_where_no_pair_can_be_told():
+    def order(low, high):
+        return Order(faster="a", slower="b", predicted=1.1, measured=Speedup(value=(low + high) / 2, low=low, high=high))
+
+    close, kept = order(0.8, 1.2), order(1.1, 1.2)
+    assert order_line([close]) == "order: too close to tell (1 pair)"
+    assert order_line([close, close]) == "order: too close to tell (2 pairs)"
+    assert order_line([close, kept]) == "order: as predicted; 1 of 2 pairs too close to tell"
+    assert order_line([kept]) == "order: as predicted"

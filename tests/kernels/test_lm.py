@@ -114,6 +114,17 @@ def test_a_checkpoint_is_loaded(tmp_path, lm, samples):
     assert loaded(pack(samples, 0.25)).item() == pytest.approx(lm(pack(samples, 0.25)).item(), rel=1e-6)
 
 
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "model.pt"])
+def test_weights_that_are_not_read_are_not_replaced_by_random_ones(tmp_path, name):
+    fields = {"model_type": "llama", "hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
+    fields |= {"intermediate_size": 64, "vocab_size": 50}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    build_lm(str(tmp_path), device=CPU)
+    (tmp_path / name).write_bytes(b"")
+    with pytest.raises(InputError, match=f"has its weights in {name}, expected .safetensors"):
+        build_lm(str(tmp_path), device=CPU)
+
+
 def test_one_layer_of_many():
     assert len(build_lm("tiny", device=CPU, num_layers=1).layers) == 1
 

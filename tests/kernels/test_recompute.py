@@ -43,6 +43,18 @@ def test_gradients_of_input_and_parameters(wants_gradient):
         torch.testing.assert_close(again.grad, plain.grad)
 
 
+def test_what_is_frozen_through_and_through_gets_no_gradient():
+    first, second, third = Block(), Block().requires_grad_(False), Block()
+    first.requires_grad_(False)
+    x = torch.randn(3, 4)
+    hidden = recompute(second, recompute(first, x))
+    recompute(third, hidden).sum().backward()
+    assert all(parameter.grad is None for block in (first, second) for parameter in block.parameters())
+    expected = torch.autograd.grad(third(second(first(x))).sum(), list(third.parameters()))
+    for parameter, gradient in zip(third.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+
+
 def test_nothing_is_kept_without_gradients():
     with torch.no_grad():
         assert recompute(Block(), torch.randn(3, 4)).grad_fn is None

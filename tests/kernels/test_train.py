@@ -98,7 +98,9 @@ def test_a_resumed_run_has_the_losses_of_an_unbroken_one(unbroken, tmp_path):
     with pytest.raises(InputError, match="has no checkpoint to resume from; train with --checkpoint-every N"):
         train(replace(job, resume=True))
     (tmp_path / "metadata").rename(folder / ".metadata")
-    with pytest.raises(InputError, match=r"--resume: 3 minibatches are finished, 3 were asked for \(--steps\)"):
+    with pytest.raises(
+        InputError, match="--resume: the checkpoint holds 3 minibatches, 3 were asked for; go further with"
+    ):
         train(replace(job, config=replace(job.config, steps=3), resume=True))
     train(replace(job, resume=True))
     run, expected = read_run(job.out), read_run(unbroken)
@@ -122,7 +124,10 @@ def test_an_emulated_run_of_ones_own_model_keeps_what_it_was_made_of(tmp_path):
     train(make_job(Options(steps=3), {}, resume=True, **rest))
     run = read_run(tmp_path / "run")
     assert len(run.steps) == 3
+    assert [folder.name for folder in (run.folder / "checkpoint").iterdir()] == ["minibatch-3"]
     assert run.calibration is not None
+    resumed = make_job(Options(steps=3), {}, resume=True, **rest)
+    assert resumed.spec.name == "mine"  # as in a calibration of it, though its file is now model.json
     assert json.loads((run.folder / run.config.model).read_text()) == tiny
     counts = {span.unit for span in run.timeline.spans(2) if span.kind == "forward"}
     assert counts == {0, 1, 2}
@@ -204,6 +209,9 @@ def test_the_first_cause_is_told_and_not_what_followed():
     assert isinstance(told("RuntimeError", "InputError"), InputError)
     assert isinstance(told("RuntimeError", "KeyboardInterrupt"), KeyboardInterrupt)
     assert isinstance(told("ValueError"), RankError)
+    assert str(told("WindowError", "RuntimeError")) == "WindowError 0"
+    # What is not known to follow from another rank's failure is not hidden behind what does.
+    assert isinstance(told("PermissionError", "WindowError", "stuck"), RankError)
 
 
 def test_what_cannot_run_is_refused(tmp_path):
@@ -235,8 +243,33 @@ def test_what_cannot_run_is_refused(tmp_path):
         f"the plan is for 2 ranks, this machine has {torch.cuda.device_count()} GPUs",
         config=replace(job.config, device="cuda"),
     )
+    refused("none.json: no such file", calibration=Path("none.json"))
+    refused("--data none: no such file or folder", data=Path("none"))
+    assert not job.out.exists()
     refused(f"--resume: {job.out} holds no plan.json and config.toml", resume=True)
     job.out.mkdir()
     (job.out / "plan.json").write_text("{}")
     refused(f"--out {job.out}: holds a run; choose another folder, or go on with it: --resume")
     refused("is a file, expected a folder", out=Path(__file__))
+    refused("cannot be made: Not a directory; choose another folder", out=Path(__file__) / "run")
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("os.access", lambda *_: False)
+    with pytest.raises(InputError, match="nothing can be written there; choose another folder, or allow it"):
+        train(long_job(tmp_path / "run"))
+
+
+def test_a_resumed_run_goes_on_with_its_data(tmp_path):
+    rows = [[(3 * i + length) % 256 for i in range(length)] for length in (20, 21, 22, 23, 24, 25, 26, 27)]
+    (tmp_path / "d.jsonl").write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows))
+    (tmp_path / "lengths.txt").write_text("".join(f"{len(row)}\n" for row in rows))
+    fields = {"model": "tiny", "lengths": tmp_path / "lengths.txt", "minibatch_size": 2, "minibatches": 2}
+    rest = {"config": None, "timeline": False, "command": ""}
+    options = Options(device="cpu", data=tmp_path / "d.jsonl", checkpoint_every=1)
+    train(make_job(options, fields, resume=False, out=tmp_path / "whole", **rest))
+    train(make_job(replace(options, steps=1), fields, resume=False, out=tmp_path / "cut", **rest))
+    train(make_job(Options(steps=2), {}, resume=True, out=tmp_path / "cut", **rest))
+    whole, cut = read_run(tmp_path / "whole"), read_run(tmp_path / "cut")
+    assert cut.config.data == whole.config.data == str(tmp_path / "d.jsonl")
+    np.testing.assert_allclose(cut.steps["loss"], whole.steps["loss"], rtol=1e-6)

@@ -1,6 +1,7 @@
 """The parts of `odc train` that need no ranks."""
 
 import json
+import math
 import re
 import threading
 from pathlib import Path
@@ -102,6 +103,14 @@ def test_a_samples_tokens_are_a_row_of_its_length(tmp_path):
     rows = [samples.tokens(sample).tolist() for sample in range(5)]
     assert rows == [[7, 8], [3], [1, 2], [4, 5, 6], [7, 8]]
     assert Tokenized(tmp_path / "b.jsonl", np.array([1]), 9).tokens(0).tolist() == [3]
+
+
+def test_only_line_feeds_end_a_row(tmp_path):
+    rows = [{"text": "a\u2028b\x85c\u2029", "input_ids": [1, 2]}, {"text": "", "input_ids": [3]}]
+    text = "\r\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    (tmp_path / "a.jsonl").write_text(text, encoding="utf-8", newline="")
+    samples = Tokenized(tmp_path / "a.jsonl", np.array([2, 1]), 9)
+    assert [samples.tokens(sample).tolist() for sample in (0, 1)] == [[1, 2], [3]]
 
 
 @pytest.mark.parametrize(
@@ -235,8 +244,11 @@ def test_a_study_file_and_a_model_of_ones_own(tmp_path):
     [
         ({}, {"schedule": "ocd"}, "unknown schedule 'ocd': did you mean 'odc'?"),
         ({}, {"compute": "fake"}, "unknown compute 'fake'"),
-        ({}, {"steps": 0}, "--steps: got 0, expected at least 1"),
-        ({}, {"time_scale": 0.0, "compute": "emulated"}, "--time-scale: got 0.0, expected more than 0"),
+        ({}, {"steps": 0}, "--steps: got 0, expected a number of at least 1"),
+        ({}, {"max_grad_norm": math.inf}, "--max-grad-norm: got inf, expected a number of at least 0"),
+        ({}, {"learning_rate": math.nan}, "--learning-rate: got nan, expected a number of at least 0"),
+        ({}, {"time_scale": 0.0, "compute": "emulated"}, "--time-scale: got 0.0, expected a number above 0"),
+        ({}, {"time_scale": math.inf, "compute": "emulated"}, "--time-scale: got inf, expected a number above 0"),
         ({}, {"time_scale": 2.0}, "--time-scale: only emulated compute has one; add --compute emulated"),
         ({"policy": "ffd,bfd"}, {}, "--policy: got ffd, bfd, expected one: a run is one plan"),
         ({"lengths": Path("nowhere.txt")}, {}, "nowhere.txt"),

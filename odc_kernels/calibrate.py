@@ -74,6 +74,7 @@ def make_options(
         load_model(name)
     if out.is_dir():
         raise InputError(f"--out {out}: is a directory, expected the name of the file to write")
+    _check_folder(out)
     return Options(
         out=out,
         models=tuple(dict.fromkeys(names)),
@@ -85,10 +86,22 @@ def make_options(
     )
 
 
+def _check_folder(out: Path) -> None:
+    """Minutes of measuring must not end in a file that cannot be written."""
+    folder = out.resolve().parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--out {out}: its folder cannot be made: {error.strerror}; choose another path") from None
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise InputError(f"--out {out}: nothing can be written to its folder; choose another path, or allow it")
+
+
 def calibrate(options: Options) -> Calibration | None:
     """Measure, and write `options.out`; what was written, or None on a rank of torchrun other than the first.
 
     Raises:
+        InputError: the file cannot be written.
         RunError: a rank died or got stuck; the file has what was measured before.
     """
     process_group = "nccl" if options.on_gpu else "gloo"
@@ -115,6 +128,9 @@ def calibrate(options: Options) -> Calibration | None:
             environment={name: os.environ.get(name, value) for name, value in NO_MULTICAST.items()},
         )
     except RankError as error:
+        refused = next((failure for failure in error.failures if failure.kind == "InputError"), None)
+        if refused is not None:
+            raise InputError(refused.message) from error
         reason = error.failures[0].message.splitlines()[0] if error.failures else str(error).splitlines()[0]
         raise RunError(f"calibrate: {reason}; {options.out} has what was measured before") from error
     return found

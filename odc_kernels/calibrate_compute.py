@@ -110,7 +110,7 @@ def samples_of(model: str, found: Sequence[Found]) -> list[ComputeSample]:
 def fits_of(model: str, found: Sequence[Found]) -> tuple[list[Fit], list[str]]:
     """A fit for each unit and direction, from the steady microbatches that are not held out; and what is wrong.
 
-    Where too few are steady, all are used, and that is a problem.
+    Where too few are steady, all are used, and that is a problem; where all are too few, there is no fit.
     """
     fits, problems = [], []
     for part in dict.fromkeys(each.part for each in found):
@@ -118,8 +118,11 @@ def fits_of(model: str, found: Sequence[Found]) -> tuple[list[Fit], list[str]]:
         try:
             fits.append(_fit(model, part, mine, steady_only=True))
         except InputError as error:
-            problems.append(f"{part[0]} {part[1]}: {error}; until then all are used")
-            fits.append(_fit(model, part, mine, steady_only=False))
+            try:
+                fits.append(_fit(model, part, mine, steady_only=False))
+                problems.append(f"{part[0]} {part[1]}: {error}; until then all are used")
+            except InputError as none:
+                problems.append(f"{part[0]} {part[1]}: {none}; until then it has no fit")
     return fits, problems
 
 

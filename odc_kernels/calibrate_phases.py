@@ -34,7 +34,7 @@ from odc_kernels.calibrate_transfers import (
 )
 from odc_kernels.calibrate_waiting import with_waiting
 from odc_kernels.overlap import product
-from odc_kernels.timing import estimate
+from odc_kernels.timing import agree_max, estimate
 from odc_kernels.window import BackendName
 from odc_sim.calibration import Ceilings
 from odc_sim.models import ModelSpec, load_model
@@ -175,7 +175,7 @@ class Lab:
             self.specs,
             self.pace,
             self.effort["copies"],
-            memory_bytes=int(0.9 * _free_bytes(self.device, self.world_size)),
+            memory_bytes=int(0.9 * self._agreed_free_bytes()),
             say=self.talk.say,
         )
         self.draft.optimizer += samples
@@ -193,6 +193,10 @@ class Lab:
 
     def _buffers(self) -> Buffers:
         return Buffers.allocate(room_bytes(self._agreed_sizes(), self.device) // 2, self.device)
+
+    def _agreed_free_bytes(self) -> float:
+        """Of the rank that has least: what one leaves out, none may wait for."""
+        return -agree_max(-_free_bytes(self.device, self.world_size), self.device)
 
     def _agreed_sizes(self) -> tuple[int, ...]:
         """The sizes for which every rank has memory; the same on every call."""

@@ -212,7 +212,8 @@ def measure(
     plans: dict[str, Plan] = {}
     left_out: list[str] = []
     rate_s = 0.0
-    pace.warm_up(items[0].make())
+    if items:
+        pace.warm_up(items[0].make())
     for item in items:
         say(item.name)
         if rate_s * item.work > effort.limit_s:

@@ -130,10 +130,12 @@ def _plausible(row: TransferSample) -> bool:
 def _overlap(calibration: Calibration, transport: str, default: Overlap) -> Overlap:
     """A slowdown a little below 1 is one of about 1, seen through noise: it counts as 1, not as unknown."""
     slowdowns: list[Slowdown] = []
+    lacks: list[str] = []
     for op, fallback in zip(OPS[transport], (default.unshard, default.reduce), strict=True):
         rows = _fastest([r for r in calibration.transfers if used(r, op) and _plausible(r)])
         transfer = [row.slowdown_transfer for row in rows if row.slowdown_transfer is not None]
         compute = [row.slowdown_compute for row in rows if row.slowdown_compute is not None]
+        lacks += [] if rows else [op]
         slowdowns.append(
             Slowdown(
                 transfer=max(1.0, median(transfer)) if transfer else fallback.transfer,
@@ -142,9 +144,12 @@ def _overlap(calibration: Calibration, transport: str, default: Overlap) -> Over
         )
     waiting = [row.slowdown_waiting for row in calibration.transfers if row.op in OPS[transport]]
     seen = [slowdown for slowdown in waiting if slowdown is not None]
+    source = "the calibration, median of large transfers"
+    if lacks:
+        source = f"{source}; {' and '.join(lacks)} not measured beside compute: {default.source}"
     return Overlap(
         unshard=slowdowns[0],
         reduce=slowdowns[1],
-        source="the calibration, median of large transfers",
+        source=source,
         waiting=max(1.0, median(seen)) if seen else default.waiting,
     )

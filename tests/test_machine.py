@@ -51,6 +51,20 @@ def test_a_slowdown_a_little_below_one_counts_as_one_and_one_far_below_as_unknow
     assert overlap.reduce == load_cluster(machine.cluster.name.removesuffix(", calibrated")).overlap["odc"].reduce
 
 
+def test_slowdowns_that_were_not_measured_say_whose_they_are(tmp_path):
+    data = json.loads(SMALL.read_text())
+    for row in data["transfers"]:
+        if row["op"] in ("gather", "all_gather", "reduce_scatter"):
+            row |= {"slowdown_compute": None, "overlapped_p50_s": None}
+    (tmp_path / "mine.json").write_text(json.dumps(data))
+    machine = load_machine(str(tmp_path / "mine.json"))
+    base = load_cluster(machine.cluster.name.removesuffix(", calibrated")).overlap
+    for transport, ops in (("odc", "gather"), ("collective", "all_gather and reduce_scatter")):
+        overlap = machine.cluster.overlap[transport]
+        assert overlap.unshard == base[transport].unshard
+        assert overlap.source.endswith(f"; {ops} not measured beside compute: {base[transport].source}")
+
+
 def test_built_in_h200_is_its_committed_calibration():
     machine = load_machine("h200-nvlink")
     assert (machine.name, machine.cluster.name) == ("h200-nvlink", "h200-nvlink")

@@ -15,10 +15,17 @@ from typer.testing import CliRunner
 torch = pytest.importorskip("torch", reason="torch is not installed; `make test-kernels` runs these")
 
 from cli import app  # noqa: E402
-from odc_kernels import calibrate, calibrate_compute, calibrate_copies, calibrate_optimizer, lm  # noqa: E402
+from odc_kernels import (  # noqa: E402
+    calibrate,
+    calibrate_compute,
+    calibrate_copies,
+    calibrate_optimizer,
+    calibrate_phases,
+    lm,
+)
 from odc_kernels import calibrate_shapes as shapes  # noqa: E402
-from odc_kernels.calibrate_file import Talk  # noqa: E402
-from odc_kernels.calibrate_phases import _effort  # noqa: E402
+from odc_kernels.calibrate_file import Draft, Talk  # noqa: E402
+from odc_kernels.calibrate_phases import Lab, _effort  # noqa: E402
 from odc_kernels.calibrate_timing import LONG_S, Effort, Item, Pace, Timed, _plan, _timed, measure  # noqa: E402
 from odc_kernels.calibrate_transfers import interpolation_checks, with_beside  # noqa: E402
 from odc_kernels.calibrate_waiting import slowdown  # noqa: E402
@@ -295,9 +302,9 @@ def test_a_layer_that_is_called_by_keyword():
         step()
 
 
-def found(lengths, seconds, *, held_out=False, flagged=False):
+def found(lengths, seconds, *, part=("layer", "forward"), held_out=False, flagged=False):
     timed = Timed(samples=(seconds,) * 4, passes_s=(seconds, seconds * 1.01), flagged=flagged)
-    return calibrate_compute.Found(part=("layer", "forward"), lengths=lengths, held_out=held_out, timed=timed)
+    return calibrate_compute.Found(part=part, lengths=lengths, held_out=held_out, timed=timed)
 
 
 def test_flagged_microbatches_do_not_enter_the_fit():
@@ -324,6 +331,21 @@ def test_with_too_few_steady_microbatches_all_are_used_and_said_to_be():
     assert problem.endswith("until then all are used")
     assert fit.c1_s_per_token == pytest.approx(1e-3)
     assert fit.heldout_max_rel_error == 0
+
+
+def test_a_unit_without_enough_microbatches_costs_no_other_its_fit():
+    series = [found((1000 * k,), float(k), part=("layer", "backward")) for k in (1, 2)]
+    series += [found((1000 * k,), float(k)) for k in (1, 2, 3)]
+    (fit,), (problem,) = calibrate_compute.fits_of("m", series)
+    assert (fit.unit, fit.direction) == ("layer", "forward")
+    assert problem.startswith("layer backward: a fit needs at least 3 different microbatches")
+    assert problem.endswith("until then it has no fit")
+
+
+def test_nothing_to_measure_is_no_error(monkeypatch):
+    monkeypatch.setattr("odc_kernels.calibrate_timing.estimate", lambda *arguments, **options: 1e-3)
+    pace = Pace(torch.device("cpu"))
+    assert measure([], pace, EFFORT, how="max", say=lambda text: None) == ({}, [])
 
 
 def test_out_of_memory_leaves_an_item_out(monkeypatch):
@@ -466,6 +488,27 @@ def test_an_optimizer_that_does_not_fit_is_left_out():
 def test_a_directory_is_no_output(tmp_path):
     with pytest.raises(InputError, match="is a directory"):
         calibrate.make_options(tmp_path, [], True, "cpu", "auto", None, command="x")
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path, monkeypatch):
+    def refused(text, out):
+        with pytest.raises(InputError, match=text):
+            calibrate.make_options(out, [], True, "cpu", "auto", None, command="x")
+
+    (tmp_path / "file").write_text("")
+    refused("its folder cannot be made: ", tmp_path / "file" / "c.json")
+    monkeypatch.setattr("os.access", lambda *_: False)
+    refused("nothing can be written to its folder", tmp_path / "c.json")
+
+
+def free_bytes_rank(rank):
+    calibrate_phases._free_bytes = lambda device, world_size: 1e9 * (rank + 1)
+    options = calibrate.make_options(Path("c.json"), [], True, "cpu", "auto", None, command="x")
+    return Lab(options, torch.device("cpu"), Draft.start(None, "", {}))._agreed_free_bytes()
+
+
+def test_ranks_agree_on_the_memory_that_they_have():
+    assert run_ranks(free_bytes_rank, 2) == [1e9, 1e9]
 
 
 def test_the_report_of_something_else(tmp_path):

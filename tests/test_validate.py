@@ -496,7 +496,8 @@ def test_every_run_is_readable(runs):
 
 def test_no_order_is_claimed_where_no_pair_can_be_told():
     def order(low, high):
-        return Order(faster="a", slower="b", predicted=1.1, measured=Speedup(value=(low + high) / 2, low=low, high=high))
+        measured = Speedup(value=(low + high) / 2, low=low, high=high)
+        return Order(faster="a", slower="b", predicted=1.1, measured=measured)
 
     close, kept = order(0.8, 1.2), order(1.1, 1.2)
     assert order_line([close]) == "order: too close to tell (1 pair)"

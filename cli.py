@@ -686,7 +686,12 @@ def train(
             timeline=timeline,
             command=_command(),
         )
-        run(job)
+        try:
+            run(job)
+        except KeyboardInterrupt:
+            if (out / "checkpoint").is_dir():
+                typer.echo(f"go on from the last checkpoint with: odc train --resume --out {out}", err=True)
+            raise
         typer.echo(f"wrote {out}", err=True)
 
 

@@ -165,12 +165,15 @@ def wait_for_minibatch(process, number):
 
 
 def test_ctrl_c_leaves_a_readable_run(tmp_path):
-    process = start(tmp_path, "--minibatches", "500", "--schedule", "collective")
+    process = start(tmp_path, "--minibatches", "500", "--schedule", "collective", "--checkpoint-every", "2")
     wait_for_minibatch(process, 4)
     os.killpg(process.pid, signal.SIGINT)
     rest = process.stderr.read()
     assert process.wait(30) == 130, rest
-    assert rest.splitlines()[-1] == "interrupted; every file that was written is whole"
+    assert rest.splitlines()[-2:] == [
+        f"go on from the last checkpoint with: odc train --resume --out {tmp_path / 'run'}",
+        "interrupted; every file that was written is whole",
+    ]
     run = read_run(tmp_path / "run")
     assert len(run.steps) >= 5
     assert np.unique(run.timeline.minibatch).size >= 4

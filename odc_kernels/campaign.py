@@ -119,7 +119,7 @@ def load(path: Path, out: Path, *, budget_s: float, device: str, command: str) -
                 ranks=file.world_size,
                 command=command,
             )
-    jobs = tuple(_job(run, path.parent, out, calibration, device, command) for run in file.runs)
+    jobs = tuple(_job(run, path.parent, out, calibration, device, command, measured=measured) for run in file.runs)
     for job in jobs:
         if job.plan.world_size != file.world_size:
             raise InputError(f"{path}: {job.out.name} is planned for {job.plan.world_size} ranks, not world_size")
@@ -132,7 +132,10 @@ def load(path: Path, out: Path, *, budget_s: float, device: str, command: str) -
     )
 
 
-def _job(run: _Run, folder: Path, out: Path, calibration: Path | None, device: str, command: str) -> Job:
+def _job(
+    run: _Run, folder: Path, out: Path, calibration: Path | None, device: str, command: str, *, measured: bool
+) -> Job:
+    """`measured`: the calibration is yet to be made."""
     plan = read_plan(folder / run.plan)
     config = RunConfig(
         schedule=run.schedule,  # type: ignore[arg-type]
@@ -153,7 +156,7 @@ def _job(run: _Run, folder: Path, out: Path, calibration: Path | None, device: s
         warmup_steps=1,
     )
     job = Job(plan=plan, config=config, model=plan.model, out=out / run.name, command=command, calibration=calibration)
-    check(job)
+    check(replace(job, calibration=None) if measured else job)
     return job
 
 
@@ -173,8 +176,6 @@ def run_rank(rank: int, campaign: Campaign) -> list[str]:
             continue
         if rank == 0:
             print(f"{spent_s:6.1f} s: {job.out.name}", flush=True)
-        if job.calibration is not None and not job.calibration.exists():
-            job = replace(job, calibration=None)
         train_rank(rank, job)
         _clean()
     if rank == 0:

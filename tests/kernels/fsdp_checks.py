@@ -107,6 +107,20 @@ def slots_of_ranks_without_a_push_are_empty() -> None:
             odc.publish()
 
 
+def gradients_have_the_parameters_dtype() -> None:
+    """Parameters that are bf16 themselves, not only in compute: their gradients are made from the fp32 sums."""
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    case = Case(bf16=True)
+    net, reference = case.shard(case.build().bfloat16()), case.build().bfloat16().float()
+    plan = draw(7, world_size)
+    with OnDemand(net) as odc:
+        for microbatch in odc.minibatch(plan[rank]):
+            loss_of(net, microbatch).backward()
+        assert {p.grad.dtype for p in net.parameters()} == {torch.bfloat16}
+        reference_step(reference, plan, bf16=True)
+        assert relative_error(net, reference) < 2e-2
+
+
 def a_divide_factor_takes_the_place_of_the_number_of_ranks() -> None:
     world_size, rank = dist.get_world_size(), dist.get_rank()
     net, reference = Case().shard(Case().build()), Case().build()
@@ -514,6 +528,7 @@ CHECKS = [
     *EACH,
     options_change_no_gradient,
     deterministic_gradients_repeat_bitwise,
+    gradients_have_the_parameters_dtype,
     slots_of_ranks_without_a_push_are_empty,
     a_gradient_scaler_works_and_may_skip_a_step,
     several_models_in_one_process,

@@ -1,14 +1,16 @@
 """The model that is calibrated and trained: packing changes neither loss nor gradients, and the shapes are ours."""
 
+import inspect
 import json
 import math
+import sys
 
 import pytest
 import torch
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 from odc_kernels.lm import build_lm, pack
-from odc_kernels.varlen import packed_attention
+from odc_kernels.varlen import hf_attention, packed_attention, repeats_keys
 from odc_sim.errors import InputError
 
 CPU = torch.device("cpu")
@@ -134,3 +136,24 @@ def test_wrong_inputs():
         build_lm("gpt-9", device=CPU)
     with pytest.raises(InputError, match=r"a microbatch of samples of \[\] tokens, expected at least one sample"):
         pack([], 1.0)
+
+
+def test_attention_that_is_not_plain_causal_is_refused():
+    parts = [torch.ones(1, 2, 3, 4)] * 3
+    where = {"starts": torch.tensor([0, 3], dtype=torch.int32), "longest": 3}
+    with pytest.raises(InputError, match="the model has a sliding window, expected causal attention"):
+        hf_attention(torch.nn.Module(), *parts, None, sliding_window=8, **where)
+    with pytest.raises(InputError, match=r"got dropout 0\.1, expected 0"):
+        hf_attention(torch.nn.Module(), *parts, None, dropout=0.1, **where)
+
+
+def test_whether_keys_are_repeated_depends_on_what_torch_offers():
+    from torch.nn.attention.varlen import varlen_attn
+
+    assert repeats_keys() == ("enable_gqa" not in inspect.signature(varlen_attn).parameters)
+
+
+def test_without_transformers_the_remedy_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(InputError, match=r"transformers is not installed: pip install 'odc-toolkit\[train\]'"):
+        build_lm("tiny", device=CPU)

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from odc_kernels.lm import build_lm, pack, shard
 from odc_kernels.ranks import run_ranks
-from odc_kernels.recompute import recompute
+from odc_kernels.recompute import recompute, recompute_forward
 
 CPU = torch.device("cpu")
 
@@ -58,6 +58,21 @@ def test_what_is_frozen_through_and_through_gets_no_gradient():
 def test_nothing_is_kept_without_gradients():
     with torch.no_grad():
         assert recompute(Block(), torch.randn(3, 4)).grad_fn is None
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_a_module_is_called_as_before(by_name):
+    block, x = Block(), torch.randn(3, 4)
+    expected = block(x)
+
+    class Named(Block):
+        def forward(self, hidden_states, scale=1.0):
+            return super().forward(hidden_states, scale)
+
+    named = Named()
+    named.load_state_dict(block.state_dict())
+    recompute_forward(named)
+    torch.testing.assert_close(named(hidden_states=x) if by_name else named(x), expected)
 
 
 def samples():

@@ -40,12 +40,12 @@ def read_measured(path: str | Path) -> Timeline:
             raise InputError(f"{path}: not a CSV table: {str(error).splitlines()[0]}") from None
     else:
         try:
-            table = pq.read_table(pa.BufferReader(file.read_bytes()))
+            table = pq.ParquetFile(pa.BufferReader(file.read_bytes())).read(use_threads=False)  # see read_timeline
         except (OSError, pa.ArrowException):
             return read_timeline(path)  # fails likewise, and says why
         if METADATA_KEY in (table.schema.metadata or {}):
             return read_timeline(path)
-        frame = table.to_pandas()
+        frame = table.to_pandas(use_threads=False)
     columns: dict[str, Any] = {}
     for name in COLUMNS:
         if name in frame:

@@ -178,7 +178,8 @@ def read_timeline(path: str | Path) -> Timeline:
     if Path(path).is_dir():
         raise InputError(f"{path}: is a directory, expected a timeline.parquet")
     try:
-        table = pq.read_table(pa.BufferReader(Path(path).read_bytes()))
+        # In this thread: arrow's own ones abort a process that ends soon after, as one with a user mistake does.
+        table = pq.ParquetFile(pa.BufferReader(Path(path).read_bytes())).read(use_threads=False)
     except FileNotFoundError:
         raise InputError(f"{path}: no such file") from None
     except OSError as error:

@@ -2,7 +2,11 @@
 
 import json
 import math
+import os
+import subprocess
+import sys
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -332,3 +336,24 @@ def test_paths_that_cannot_be_written_are_named(tmp_path):
     assert str(caught.value) in (
         f"{path}: cannot be written: {reason}; choose another path" for reason in ("File exists", "Not a directory")
     )
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="nothing lists the threads here")
+def test_reading_starts_no_thread(tmp_path):
+    """Arrow's threads abort a process that ends while they start, with exit code 134 in place of its own."""
+    Timeline.from_spans([(0, [Span(0, "compute", "forward", "", 1, 0, 0.0, 1.0)])]).write_parquet(tmp_path / "a", "x")
+    pq.write_table(pq.ParquetFile(tmp_path / "a").read().replace_schema_metadata(None), tmp_path / "b")
+    script = """
+import os, sys
+import pandas
+from odc_sim.measured import read_measured
+from odc_sim.timeline import read_timeline
+before = len(os.listdir("/proc/self/task"))
+read_timeline(sys.argv[1])
+read_measured(sys.argv[2])
+print(len(os.listdir("/proc/self/task")) - before)
+"""
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    command = [sys.executable, "-c", script, str(tmp_path / "a"), str(tmp_path / "b")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.stdout == "0\n", done.stderr

@@ -17,6 +17,7 @@ import pyarrow.parquet as pq  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from kernels.train_checks import STUDY, config_of, plan_of  # noqa: E402
 
+from odc_kernels.train import _join_torchrun  # noqa: E402
 from odc_kernels.train_clock import Exchange, Stamps, offset_s, offset_to_rank_0  # noqa: E402
 from odc_kernels.train_data import Synthetic, Tokenized, microbatches  # noqa: E402
 from odc_kernels.train_faults import Peak, Place, not_finite, out_of_memory, tokens_that_fit  # noqa: E402
@@ -279,3 +280,11 @@ def test_a_run_that_is_resumed_takes_no_other_settings(tmp_path):
             make(fields, resume=True, out=tmp_path, **options)
     with pytest.raises(InputError, match=r"holds no plan\.json"):
         make(resume=True, out=tmp_path)
+
+
+def test_torchrun_must_start_as_many_ranks_as_are_planned(monkeypatch):
+    job = make({"model": "tiny", "scale": 0.01}, steps=1)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "5")
+    with pytest.raises(InputError, match=f"torchrun started 5 ranks, the plan is for {job.plan.world_size}"):
+        _join_torchrun(job)

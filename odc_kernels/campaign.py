@@ -65,9 +65,9 @@ class _Run(_Table):
     name: Annotated[str, Field(min_length=1)]
     plan: str
     schedule: str
-    steps: int | None = None
+    steps: Annotated[int, Field(ge=1)] | None = None
     estimate_s: float = 0.0
-    chunked_loss_tokens: int = DEFAULT_CHUNK_TOKENS
+    chunked_loss_tokens: Annotated[int, Field(ge=0)] = DEFAULT_CHUNK_TOKENS
 
 
 class _File(_Table):
@@ -103,6 +103,12 @@ def load(path: Path, out: Path, *, budget_s: float, device: str, command: str) -
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         raise InputError(f"{path}: {where}: {first['msg']}") from None
+    names = [run.name for run in file.runs]
+    for name in names:
+        if name in (".", "..") or Path(name).name != name:
+            raise InputError(f"{path}: runs: name {name!r}, expected the name of a folder in --out")
+        if names.count(name) > 1:  # the second one would be taken for a run that is there already
+            raise InputError(f"{path}: runs: two are called {name!r}, expected names that differ")
     section = file.calibration
     measured = section is not None and section.file is None
     options = None

@@ -303,10 +303,13 @@ def _number(text: str, name: str, line: int, path: Path) -> float:
 
 def _check_ranks(timeline: Timeline, world_size: int, path: Path) -> None:
     """Every rank is in every minibatch, if only with the optimizer's step; else shares of their time would be wrong."""
-    for number in np.unique(timeline.minibatch).tolist():
-        missing = np.setdiff1d(np.arange(world_size), timeline.rank[timeline.minibatch == number])
-        if missing.size:
-            raise InputError(f"{path}: minibatch {number} has no spans of rank {missing[0]}, expected every rank's")
+    numbers, place = np.unique(timeline.minibatch, return_inverse=True)
+    there = np.zeros((numbers.size, world_size), dtype=np.bool_)
+    there[place, timeline.rank] = True
+    missing = np.argwhere(~there)
+    if missing.size:
+        minibatch, rank = numbers[missing[0, 0]], missing[0, 1]
+        raise InputError(f"{path}: minibatch {minibatch} has no spans of rank {rank}, expected every rank's")
 
 
 def _finished(timeline: Timeline, minibatches: "np.typing.NDArray[np.int64]") -> Timeline:

@@ -82,6 +82,12 @@ def test_a_calibration_that_was_to_be_there_is_missed(campaign):
         (("estimate_s", "estimate"), r"runs.0.estimate: Extra inputs are not permitted"),
         (("world_size = 2", "world_size = "), "cannot be read as TOML"),
         (('"collective"', '"collectiv"'), "unknown schedule 'collectiv'"),
+        (('"mine-odc-lb-mini"', '"mine-collective-lb-micro"'), "two are called 'mine-collective-lb-micro'"),
+        (('"mine-odc-lb-mini"', '"../elsewhere"'), "name '../elsewhere', expected the name of a folder in --out"),
+        (
+            ('schedule = "odc"', 'schedule = "odc"\nsteps = 0'),
+            r"runs.1.steps: Input should be greater than or equal to 1",
+        ),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(campaign, change, message):

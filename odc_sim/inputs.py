@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from odc_sim.costs import ComputeCosts, choose_costs
+from odc_sim.costs import ComputeCosts, choose_costs, measured_models
 from odc_sim.errors import InputError
 from odc_sim.lengths import read_lengths
 from odc_sim.machine import Machine, load_machine
@@ -56,6 +56,7 @@ def load_inputs(study: Study) -> Inputs:
     machine = load_machine(study.hardware)
     given = read_plan(study.plan) if study.plan else None
     model = load_model(given.model if given and "model" not in study.model_fields_set else study.model)
+    _check_cpu(machine, model)
     compute = choose_costs(model, machine.cluster, machine.calibration, study.recompute)
     if given is not None:
         return _from_plan(study, given, model, machine, compute)
@@ -86,6 +87,18 @@ def load_inputs(study: Study) -> Inputs:
         minibatches=tuple(np.split(ids, study.minibatches)),
         given=None,
         notes=tuple(note for note in (samples.note, _drawing_note(study, samples.lengths.size)) if note),
+    )
+
+
+def _check_cpu(machine: Machine, model: ModelSpec) -> None:
+    """A CPU's transfers beside the FLOPs of a GPU would be a machine that does not exist."""
+    calibration = machine.calibration
+    if calibration is None or "gpu" in calibration.environment or measured_models(model, calibration):
+        return
+    known = ", ".join(sorted({fit.model for fit in calibration.fits})) or "no model"
+    raise InputError(
+        f"{machine.name} is a calibration of a CPU, which knows {known}, not {model.name}; "
+        f"measure it: odc calibrate --device cpu --model {model.name}"
     )
 
 

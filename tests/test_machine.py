@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from odc_sim import Study, simulate
+from odc_sim.errors import InputError
 from odc_sim.hardware import load_cluster
 from odc_sim.machine import load_machine
 
@@ -93,6 +94,16 @@ def test_what_is_measured_on_two_h200s_and_what_is_extrapolated(changes, compute
     assert row.provenance["compute"] == compute
     assert row.provenance["transfers"] == transfers
     assert row.provenance["optimizer"] == "measured"
+
+
+def test_a_cpus_transfers_are_not_put_beside_a_gpus_compute(tmp_path):
+    data = json.loads(SMALL.read_text())
+    del data["environment"]["gpu"]
+    (tmp_path / "laptop.json").write_text(json.dumps(data))
+    with pytest.raises(
+        InputError, match=r"^laptop is a calibration of a CPU, which knows toy, not tiny; "
+    ):
+        simulate(Study(hardware=str(tmp_path / "laptop.json"), model="tiny", minibatches=2))
 
 
 def test_memory_comes_from_the_calibration_where_it_says(tmp_path):

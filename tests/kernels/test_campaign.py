@@ -7,6 +7,9 @@ import sys
 
 import pytest
 
+pytest.importorskip("torch", reason="torch is not installed; `make test-kernels` runs these")
+pytest.importorskip("transformers", reason="transformers is not installed")
+
 from odc_kernels.campaign import load, main
 from odc_sim.campaign_plans import Studies, write_campaign
 from odc_sim.errors import InputError

@@ -4,6 +4,10 @@ import json
 from typing import get_args
 
 import pytest
+
+pytest.importorskip("torch", reason="torch is not installed; `make test-kernels` runs these")
+pytest.importorskip("transformers", reason="transformers is not installed")
+
 from kernels.live_memory import peaks
 
 from odc_sim.memory import peak_memory

@@ -1,6 +1,9 @@
 """Stamps around a model's units, however its layers are called; and a lead that is doubled until the host is ahead."""
 
 import pytest
+
+pytest.importorskip("torch", reason="torch is not installed; `make test-kernels` runs these")
+
 import torch
 from torch import nn
 

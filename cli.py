@@ -73,11 +73,17 @@ def _one_line_errors() -> Iterator[None]:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2 if isinstance(error, InputError) else 1) from None
     except (KeyboardInterrupt, SystemError) as error:
-        # compiled code reports an interrupt as a SystemError that was caused by it
-        if isinstance(error, SystemError) and not isinstance(error.__cause__ or error.__context__, KeyboardInterrupt):
+        if not _is_interrupt(error):
             raise
         typer.echo(INTERRUPTED, err=True)
         raise typer.Exit(130) from None
+
+
+def _is_interrupt(error: BaseException | None) -> bool:
+    """Compiled code reports an interrupt as a SystemError that was caused by it, sometimes through another one."""
+    while isinstance(error, SystemError):
+        error = error.__cause__ or error.__context__
+    return isinstance(error, KeyboardInterrupt)
 
 
 def _study(config: Path | None, flags: dict[str, Any]) -> "Study":

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from cli import app
+from cli import _is_interrupt, app
 
 QUICK = ["--minibatches", "3", "--policy", "lb-micro,lb-mini"]
 FILES = {
@@ -195,6 +195,14 @@ def test_mistakes_in_the_flags_are_one_line_too(arguments, message, tmp_path):
 def test_an_unwritable_folder(odc, tmp_path):
     (tmp_path / "locked").mkdir(mode=0o500)
     assert "locked/out" in odc("simulate", *QUICK, "--out", "locked/out", code=2).stderr
+
+
+def test_an_interrupt_is_known_through_compiled_code():
+    inner, outer = SystemError("inner"), SystemError("outer")
+    inner.__cause__, outer.__cause__ = KeyboardInterrupt(), inner
+    assert _is_interrupt(outer)
+    assert _is_interrupt(KeyboardInterrupt())
+    assert not _is_interrupt(SystemError("a bug"))
 
 
 def test_ctrl_c_leaves_nothing_half_written(tmp_path):

@@ -4,13 +4,13 @@ All sizes of all ways are timed twice, the second time largest first. Sizes that
 well, but do not go into the table: they show how well it is interpolated.
 """
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -29,6 +29,7 @@ from odc_kernels.overlap import product, time_beside
 from odc_kernels.timing import summarize, time_alone
 from odc_kernels.window import BackendName, open_window
 from odc_sim.calibration import TransferSample
+from odc_sim.transfers import best_times, interpolate
 
 BF16_BYTES, FP32_BYTES = 2, 4
 CHECKED_BYTES = 16 * MIB
@@ -196,13 +197,13 @@ def interpolation_checks(table: Sequence[TransferSample], checks: Sequence[Trans
     """What the table says about sizes that are not in it, against what they took."""
     found = []
     for check in checks:
-        points = {s.bytes: s.p50_s for s in table if (s.op, s.backend) == (check.op, check.backend)}
-        below = max((n for n in points if n <= check.bytes), default=None)
-        above = min((n for n in points if n >= check.bytes), default=None)
-        if below is None or above is None:
+        points = [(s.bytes, s.p50_s) for s in table if (s.op, s.backend) == (check.op, check.backend)]
+        if not points:
             continue
-        share = math.log(check.bytes / below) / math.log(above / below) if above > below else 0.0
-        expected_s = math.exp((1 - share) * math.log(points[below]) + share * math.log(points[above]))
+        seconds, inside = interpolate(*best_times(points), np.array([float(check.bytes)]))
+        if not inside:
+            continue
+        expected_s = float(seconds[0])
         found.append(
             {
                 "op": check.op,

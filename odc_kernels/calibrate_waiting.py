@@ -20,7 +20,7 @@ import torch.distributed as dist
 from odc_kernels.calibrate_compute import layer_steps
 from odc_kernels.calibrate_timing import Pace
 from odc_kernels.calibrate_transfers import Way
-from odc_kernels.timing import Call, Interval, Marks, agree_max, synchronize
+from odc_kernels.timing import Call, Interval, Marks, agree_max, estimate, synchronize
 from odc_sim.calibration import TransferSample
 
 LAYER_TOKENS = 12_288
@@ -62,8 +62,7 @@ def measure_waiting(call: Call, work: Callable[[], None], pace: Pace) -> float: 
     with torch.cuda.stream(stream):
         call(0)
     pace.heat(0.3)
-    work_s = _seconds(work, device)
-    count = max(FIRST + 4, math.ceil(agree_max(PHASE_S / work_s, device)))
+    count = max(FIRST + 4, math.ceil(PHASE_S / estimate(lambda _: work(), device)))
     ratios = []
     for late in {0, world_size - 1}:
         rounds = [_round(call, work, count, stream, device, is_late=dist.get_rank() == late) for _ in range(ROUNDS)]
@@ -98,14 +97,3 @@ def _round(
         marks.mark()
     synchronize(device)
     return 1.0 if is_late else slowdown(marks.intervals_s(marks), count)
-
-
-def _seconds(work: Callable[[], None], device: torch.device) -> float:  # pragma: cuda-only
-    marks = Marks(device)
-    marks.mark()
-    for _ in range(5):
-        work()
-    marks.mark()
-    torch.cuda.synchronize(device)
-    ((start, end),) = marks.intervals_s(marks)
-    return (end - start) / 5

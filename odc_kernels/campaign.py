@@ -29,7 +29,7 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -41,14 +41,13 @@ from odc_kernels.ranks import run_ranks
 from odc_kernels.train import NO_MULTICAST
 from odc_kernels.train import run_rank as train_rank
 from odc_kernels.train_job import Job, check
+from odc_kernels.train_options import Options as TrainOptions
+from odc_kernels.train_options import make_job
 from odc_sim.errors import InputError
 from odc_sim.plans import read_plan
-from odc_sim.run_files import CALIBRATION, STEPS, RunConfig
+from odc_sim.run_files import CALIBRATION, STEPS
 
 T = TypeVar("T")
-
-DEFAULT_CHUNK_TOKENS = 512
-"""As `odc simulate`, `odc calibrate` and `odc train` take it."""
 
 
 class _Table(BaseModel):
@@ -67,7 +66,7 @@ class _Run(_Table):
     schedule: str
     steps: Annotated[int, Field(ge=1)] | None = None
     estimate_s: float = 0.0
-    chunked_loss_tokens: Annotated[int, Field(ge=0)] = DEFAULT_CHUNK_TOKENS
+    chunked_loss_tokens: Annotated[int, Field(ge=0)] | None = None
 
 
 class _File(_Table):
@@ -142,26 +141,19 @@ def _job(
     run: _Run, folder: Path, out: Path, calibration: Path | None, device: str, command: str, *, measured: bool
 ) -> Job:
     """`measured`: the calibration is yet to be made."""
-    plan = read_plan(folder / run.plan)
-    config = RunConfig(
-        schedule=run.schedule,  # type: ignore[arg-type]
-        policy=plan.policy,
-        model=plan.model,
-        device=device,  # type: ignore[arg-type]
-        compute="real",
-        world_size=plan.world_size,
-        steps=plan.num_minibatches if run.steps is None else run.steps,
-        seed=plan.seed or 0,
-        gather_dtype="bf16" if device == "cuda" else "fp32",
-        reduce_dtype="fp32",
-        recompute=True,
-        chunked_loss_tokens=run.chunked_loss_tokens,
-        learning_rate=1e-5,
-        max_grad_norm=1.0,
-        time_scale=1.0,
-        warmup_steps=1,
+    plan = folder / run.plan
+    fields: dict[str, Any] = {"plan": plan, "seed": read_plan(plan).seed or 0}
+    if run.chunked_loss_tokens is not None:
+        fields["chunked_loss_tokens"] = run.chunked_loss_tokens
+    job = make_job(
+        TrainOptions(schedule=run.schedule, steps=run.steps, device=device, calibration=calibration),
+        fields,
+        config=None,
+        out=out / run.name,
+        resume=False,
+        timeline=True,
+        command=command,
     )
-    job = Job(plan=plan, config=config, model=plan.model, out=out / run.name, command=command, calibration=calibration)
     check(replace(job, calibration=None) if measured else job)
     return job
 

@@ -40,8 +40,8 @@ class Load:
         squares = plan.padded(plan.squares().astype(np.float64))
         return cls(counts=plan.counts(), tokens=tokens, squares=squares, speed=speed)
 
-    def part(self, rows: slice) -> "Load":
-        """Some of its minibatches."""
+    def part(self, rows: slice | NDArray[np.int64]) -> "Load":
+        """Some of its minibatches: a slice, or their numbers."""
         counts = self.counts[rows]
         most = int(counts.max(initial=0))
         return Load(

@@ -131,7 +131,7 @@ def transfer_costs(
         if not measured:
             copy_provenances.append("analytic")
             return per_unit(elements * bytes_per_element / (cluster.device.hbm_bytes_per_s * efficiency))
-        seconds, inside = _interpolate(*_best(measured), elements)
+        seconds, inside = interpolate(*best_times(measured), elements)
         copy_provenances.append("measured" if inside else "extrapolated")
         return per_unit(seconds)
 
@@ -198,8 +198,8 @@ class _Timing:
         if not samples:
             return self._across(self._links_s(shard_bytes, self._inside_peers()), shard_bytes), "analytic"
         measured_world = samples[0].world_size
-        sizes, times_s = _best((s.bytes, s.p50_s) for s in samples)
-        table_s, inside = _interpolate(sizes, times_s, shard_bytes)
+        sizes, times_s = best_times((s.bytes, s.p50_s) for s in samples)
+        table_s, inside = interpolate(sizes, times_s, shard_bytes)
         if measured_world == world_size:
             return _Times(table_s, table_s, np.zeros_like(table_s)), "measured" if inside else "extrapolated"
         # A table measured inside one node knows nothing of the network: scale it to the peers reached over links inside
@@ -267,7 +267,7 @@ def _optimizer(
     ) -> tuple[float, Provenance]:
         if not pairs:
             return float(elements[0]) * bytes_per_element / (hbm_bytes_per_s * efficiency), "analytic"
-        seconds, inside = _interpolate(*_best(pairs), elements)
+        seconds, inside = interpolate(*best_times(pairs), elements)
         return float(seconds[0]), "measured" if inside else "extrapolated"
 
     steps = [(float(s.parameters), s.step_s) for s in samples if not s.flagged]
@@ -299,7 +299,7 @@ def _nearest_world(samples: list[TransferSample], world_size: int) -> list[Trans
     return [s for s in samples if s.world_size == nearest]
 
 
-def _best(pairs: Iterable[tuple[float, float]]) -> tuple[Array, Array]:
+def best_times(pairs: Iterable[tuple[float, float]]) -> tuple[Array, Array]:
     """From pairs of size and seconds: the sizes, ascending, and the shortest time at each (over several backends)."""
     best: dict[float, float] = {}
     for size, time_s in pairs:
@@ -308,7 +308,7 @@ def _best(pairs: Iterable[tuple[float, float]]) -> tuple[Array, Array]:
     return np.array(sizes, dtype=np.float64), np.array([best[size] for size in sizes])
 
 
-def _interpolate(sizes: Array, times_s: Array, wanted: Array) -> tuple[Array, bool]:
+def interpolate(sizes: Array, times_s: Array, wanted: Array) -> tuple[Array, bool]:
     """Seconds at the wanted sizes, straight lines in log-log; and whether all of them lie inside the table.
 
     Above the table the last size's rate holds. Below it the first size's time does: latency, not rate, decides there.

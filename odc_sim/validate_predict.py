@@ -148,7 +148,7 @@ def price(run: Run, machine: Machine) -> Priced:
         cluster = replace(cluster, host=idle_host)
     return Priced(
         model=model,
-        load=_finished(run),
+        load=Load.of(run.plan).part(run_rows(run)),
         compute=compute,
         transfers=transfers,
         cluster=cluster,
@@ -193,17 +193,6 @@ def run_rows(run: Run) -> NDArray[np.int64]:
 def run_microbatches(run: Run) -> NDArray[np.bool_]:
     """Which of the plan's microbatches [num_microbatches] were run in a finished minibatch."""
     return np.isin(run.plan.ranks() // run.plan.world_size, run_rows(run))
-
-
-def _finished(run: Run) -> Load:
-    load, rows = Load.of(run.plan), run_rows(run)
-    most = int(load.counts[rows].max(initial=0))
-    return Load(
-        counts=load.counts[rows],
-        tokens=load.tokens[rows, :most],
-        squares=load.squares[rows, :most],
-        speed=load.speed[rows, :most],
-    )
 
 
 def _unit_s(durations: Durations) -> Floats:

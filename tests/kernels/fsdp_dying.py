@@ -33,6 +33,15 @@ def train(odc: OnDemand, net, *, minibatches: int = 3, late_s: float = 0.0) -> N
         odc.publish()
 
 
+def after_the_other(dying: bool, where: str) -> None:
+    """Who is to die waits until the other has left the last meeting, so that the next is the one it misses."""
+    store = dist.distributed_c10d._get_default_store()
+    if dying:
+        store.wait([where])
+    else:
+        store.set(where, "")
+
+
 def die_at(moment: str, net, odc: OnDemand) -> None:
     """Arrange this process's death in the second minibatch."""
     if moment == "forward":
@@ -59,6 +68,7 @@ def pairs(rank: int, folder: str, moments: Sequence[str]) -> None:
     net = case.shard(case.build(), mesh=mesh)
     odc = OnDemand(net, timeout_s=TIMEOUT_S)
     train(odc, net, minibatches=1)
+    after_the_other(rank % 2 == 1, f"pair {rank // 2}")
     if rank % 2:
         die_at(moment, net, odc)
     start = time.monotonic()
@@ -76,6 +86,7 @@ def in_the_step(rank: int) -> None:
     odc = OnDemand(net, timeout_s=2.0)
     train(odc, net, minibatches=1)
     odc.end_of_minibatch()
+    after_the_other(rank == 1, "minibatch 2 has ended")
     if rank == 1:
         die()
     time.sleep(0.5)
@@ -103,13 +114,17 @@ def script(what: str) -> None:
     print("ready", flush=True)
     if what == "hang":  # as a collective of NCCL would
         odc.end_of_minibatch()
+        after_the_other(rank == 1, "minibatch 2 has ended")
         if rank == 1:
             die()
         time.sleep(60)
     if what == "interrupt" and rank == 1:
         time.sleep(60)
-    if rank == {"die": 1, "die with the store": 0}.get(what):
-        die_at("push", net, odc)
+    if what in ("die", "die with the store"):
+        dying = rank == (0 if what == "die with the store" else 1)
+        after_the_other(dying, "minibatch 1 is published")
+        if dying:
+            die_at("push", net, odc)
     train(odc, net, minibatches=1)
 
 

@@ -16,8 +16,17 @@ from odc_kernels.bench_files import hbm_bytes_per_s
 from odc_kernels.calibrate_compute import fits_of, measure_model, samples_of
 from odc_kernels.calibrate_copies import PARTS, measure_copies
 from odc_kernels.calibrate_file import Draft, Talk
+from odc_kernels.calibrate_layers import beside_layers
 from odc_kernels.calibrate_optimizer import measure_host, measure_optimizer
-from odc_kernels.calibrate_shapes import MIB, layer_shapes, plain_shapes, root_shapes, transfer_sizes, unit_shards
+from odc_kernels.calibrate_shapes import (
+    MIB,
+    layer_shapes,
+    plain_shapes,
+    root_shapes,
+    shard_bytes,
+    transfer_sizes,
+    unit_shards,
+)
 from odc_kernels.calibrate_timing import Effort, Pace
 from odc_kernels.calibrate_transfers import (
     BESIDE_PRODUCTS,
@@ -45,6 +54,9 @@ BESIDE_BYTES = (4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB)
 QUICK_BESIDE_BYTES = (16 * MIB, 64 * MIB)
 WAITING_BYTES = (16 * MIB, 64 * MIB)
 QUICK_WAITING_BYTES = (64 * MIB,)
+LAYERS_BESIDE = 2
+"""Models whose layers transfers are timed beside."""
+FP32_ITEMSIZE = 4
 FP32_BYTES = (64 << 10, MIB, 64 * MIB)
 CEILING_PRODUCT = {"cuda": 8192, "cpu": 512}
 MEMORY_SHARE = 0.6
@@ -212,11 +224,12 @@ class Lab:
         start = len(self.draft.transfers)
         self.draft.transfers += alone
         shards = [n for n in unit_shards(self.specs, self.world_size) if n <= sizes[-1]]
-        for way in ways:
-            checked = [n * way.itemsize // 4 for n in shards]
-            self.draft.checks += interpolation_checks(
-                alone, measure_alone([way], checked, self.pace, effort, say=say) if checked else []
-            )
+        checks = [
+            measure_alone([way], [n * way.itemsize // FP32_ITEMSIZE for n in shards], self.pace, effort, say=say)
+            for way in (ways if shards else [])
+        ]
+        for measured in checks:
+            self.draft.checks += interpolation_checks(alone, measured)
         if self.options.on_gpu:  # pragma: cuda-only
             beside_sizes = QUICK_BESIDE_BYTES if self.options.quick else BESIDE_BYTES
             products = BESIDE_PRODUCTS[:1] if self.options.quick else BESIDE_PRODUCTS
@@ -224,6 +237,10 @@ class Lab:
                 ways, alone, [n for n in beside_sizes if n in sizes], products, self.device, say=say
             )
             self.draft.transfers[start:] = with_beside(alone, beside)
+            for name, spec in zip(self.options.models[:LAYERS_BESIDE], self.specs, strict=False):
+                if (shard := shard_bytes(spec.layer_parameters, self.world_size)) in shards:
+                    of_layer = [measured[shards.index(shard)] for measured in checks]
+                    self.draft.transfers += beside_layers(ways, of_layer, name, self.pace, say=say)
 
 
 def _effort(options: Options) -> dict[str, Effort]:

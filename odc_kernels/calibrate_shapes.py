@@ -130,8 +130,12 @@ def transfer_sizes(models: list[ModelSpec], world_size: int, *, quick: bool, on_
 def unit_shards(models: list[ModelSpec], world_size: int) -> list[int]:
     """Bytes of the fp32 shards of all models' units: what a reduction moves, and twice what a bf16 gather does."""
     units = {n for model in models for n in (model.layer_parameters, model.root_parameters)}
-    # whole cache lines: places in the buffers follow each other
-    return sorted(-(-n // (64 * world_size)) * 256 for n in units)
+    return sorted(shard_bytes(n, world_size) for n in units)
+
+
+def shard_bytes(parameters: int, world_size: int) -> int:
+    """Bytes of a unit's fp32 shard, in whole cache lines: places in the buffers follow each other."""
+    return -(-parameters // (64 * world_size)) * 256
 
 
 def layer_tensors(model: ModelSpec) -> list[tuple[int, ...]]:

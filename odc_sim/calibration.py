@@ -58,6 +58,8 @@ class TransferSample:
     slowdown_compute: Positive | None = None
     beside_gemm_s: Seconds | None = None
     """Of one of the matrix products beside it, alone: a kernel that moves data may have to wait for one to end."""
+    beside_layer: str | None = None
+    """The model whose layer it was timed beside, at the start of a forward or backward as in training."""
     slowdown_waiting: Positive | None = None
     """How many times longer compute took on a rank beside this collective while it waited for another rank."""
 

@@ -79,14 +79,15 @@ def transfer_sections(calibration: Calibration) -> list[str]:
     beside = [row for row in rows if row.overlapped_p50_s is not None]
     if beside:
         parts += [
-            "Beside matrix products that run back to back: how many times longer a transfer takes, and a product:",
+            "Beside matrix products that run back to back, and from the start of a layer on: how many times longer a "
+            "transfer takes, and compute:",
             _table(
-                ["transfer", "shard", "products of", "transfer alone", "beside", "transfer", "product"],
+                ["transfer", "shard", "beside", "transfer alone", "beside it", "transfer", "compute"],
                 [
                     [
                         f"{row.op} {row.backend}",
                         size(row.bytes),
-                        "" if row.beside_gemm_s is None else f"{row.beside_gemm_s * 1e3:.2f} ms",
+                        _beside_what(row),
                         f"{row.p50_s * 1e6:.0f} us",
                         f"{(row.overlapped_p50_s or 0) * 1e6:.0f} us",
                         f"x{row.slowdown_transfer or 1:.2f}",
@@ -115,6 +116,12 @@ def transfer_sections(calibration: Calibration) -> list[str]:
             ),
         ]
     return parts
+
+
+def _beside_what(row: TransferSample) -> str:
+    if row.beside_layer is not None:
+        return f"a layer of {row.beside_layer}"
+    return "" if row.beside_gemm_s is None else f"products of {row.beside_gemm_s * 1e3:.2f} ms"
 
 
 def compute_sections(calibration: Calibration) -> list[str]:

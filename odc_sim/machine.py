@@ -131,11 +131,15 @@ def _overlap(calibration: Calibration, transport: str, default: Overlap) -> Over
     """A slowdown a little below 1 is one of about 1, seen through noise: it counts as 1, not as unknown."""
     slowdowns: list[Slowdown] = []
     lacks: list[str] = []
+    beside: list[str] = []
     for op, fallback in zip(OPS[transport], (default.unshard, default.reduce), strict=True):
-        rows = _fastest([r for r in calibration.transfers if used(r, op) and _plausible(r)])
+        plausible = [r for r in calibration.transfers if used(r, op) and _plausible(r)]
+        # what training does, where it was measured; else matrix products
+        rows = [r for r in plausible if r.beside_layer] or _fastest([r for r in plausible if not r.beside_layer])
         transfer = [row.slowdown_transfer for row in rows if row.slowdown_transfer is not None]
         compute = [row.slowdown_compute for row in rows if row.slowdown_compute is not None]
         lacks += [] if rows else [op]
+        beside += ["layers" if rows[0].beside_layer else "matrix products"] if rows else []
         slowdowns.append(
             Slowdown(
                 transfer=max(1.0, median(transfer)) if transfer else fallback.transfer,
@@ -144,7 +148,9 @@ def _overlap(calibration: Calibration, transport: str, default: Overlap) -> Over
         )
     waiting = [row.slowdown_waiting for row in calibration.transfers if row.op in OPS[transport]]
     seen = [slowdown for slowdown in waiting if slowdown is not None]
-    source = "the calibration, median of large transfers"
+    source = f"the calibration, median of large transfers beside {' and '.join(dict.fromkeys(beside))}"
+    if not beside:
+        source = "the calibration"
     if lacks:
         source = f"{source}; {' and '.join(lacks)} not measured beside compute: {default.source}"
     return Overlap(

@@ -54,7 +54,10 @@ def calibration():
     }
     return Calibration(
         **head,
-        transfers=(transfer(overlapped_p50_s=3e-4, slowdown_compute=0.99, flagged=True, beside_gemm_s=2e-4),),
+        transfers=(
+            transfer(overlapped_p50_s=3e-4, slowdown_compute=0.99, flagged=True, beside_gemm_s=2e-4),
+            transfer(overlapped_p50_s=2e-4, slowdown_compute=1.5, beside_layer="m"),
+        ),
         fits=(fit(),),
         compute=(
             compute((1000,), 2e-3),
@@ -79,7 +82,7 @@ def test_summary(calibration):
         "m layer forward, one sample of 8,000 tokens: 9 ms; held out 20.0%, 20.0% (median, worst); repeats 0.4%"
         in lines
     )
-    assert "2 of 5 measurements flagged" in lines
+    assert "2 of 6 measurements flagged" in lines
     assert "left out: optimizer of 16.4B" in lines
     assert lines.endswith("FAILED: host: rank 0: RuntimeError: why")
 
@@ -88,7 +91,8 @@ def test_markdown_tells_everything(calibration):
     text = markdown(calibration, "c.json", [("cost.png", "caption")])
     for part in (
         "- **host failed**: rank 0: RuntimeError: why",
-        "| gather cuda-auto | 64 MiB | 0.20 ms | 200 us | 300 us | x1.50 | x0.990 * |",
+        "| gather cuda-auto | 64 MiB | products of 0.20 ms | 200 us | 300 us | x1.50 | x0.990 * |",
+        "| gather cuda-auto | 64 MiB | a layer of m | 200 us | 200 us | x1.00 | x1.500 |",
         "| gather | 3 MiB | 10.0 us | 11.0 us | +10.0% |",
         "![caption](cost.png)",
         "| m | layer forward | 1000.0 | 1000.00 | 0.0000 | 0.0 | 1,000 to 8,000 | 1.0% | 20.0%, 20.0% | 9.1% | 0.4% |",

@@ -37,7 +37,23 @@ def test_the_gpu_of_a_calibration_is_matched_by_its_words_and_said(tmp_path, gpu
 def test_slowdowns_come_from_the_calibration():
     collective = load_machine(str(SMALL)).cluster.overlap["collective"]
     assert collective.unshard.transfer == pytest.approx(2.0)
-    assert collective.source.startswith("the calibration")
+    assert collective.source == "the calibration, median of large transfers beside matrix products"
+
+
+def test_what_a_transfer_costs_a_layer_comes_before_what_it_costs_matrix_products(tmp_path):
+    data = json.loads(SMALL.read_text())
+    row = next(row for row in data["transfers"] if row["op"] == "gather" and row["overlapped_p50_s"])
+    of_layers = [
+        row
+        | {"bytes": 3 << 20, "slowdown_compute": slowdown, "overlapped_p50_s": 1.5 * row["p50_s"], "beside_layer": m}
+        for m, slowdown in (("small", 2.0), ("large", 3.0))
+    ]
+    (tmp_path / "mine.json").write_text(json.dumps(data | {"transfers": data["transfers"] + of_layers}))
+    before = load_machine(str(SMALL)).cluster.overlap["odc"]
+    overlap = load_machine(str(tmp_path / "mine.json")).cluster.overlap["odc"]
+    assert (overlap.unshard.transfer, overlap.unshard.compute) == (pytest.approx(1.5), pytest.approx(2.5))
+    assert overlap.reduce == before.reduce
+    assert overlap.source == "the calibration, median of large transfers beside layers and matrix products"
 
 
 def test_a_slowdown_a_little_below_one_counts_as_one_and_one_far_below_as_unknown(tmp_path):

@@ -25,6 +25,7 @@ from odc_kernels import (  # noqa: E402
 )
 from odc_kernels import calibrate_shapes as shapes  # noqa: E402
 from odc_kernels.calibrate_file import Draft, Talk  # noqa: E402
+from odc_kernels.calibrate_layers import BesideLayer, measure_beside_layer  # noqa: E402
 from odc_kernels.calibrate_phases import Lab, _effort  # noqa: E402
 from odc_kernels.calibrate_timing import LONG_S, Effort, Item, Pace, Timed, _plan, _timed, measure  # noqa: E402
 from odc_kernels.calibrate_transfers import interpolation_checks, with_beside  # noqa: E402
@@ -438,6 +439,34 @@ def test_what_a_waiting_collective_costs_by_hand():
     # 3 products of 1 s alone, then 3 beside, of which the first 2 may have begun before it: only the last counts
     ends = [0, 1, 2, 3, 5, 8, 9.5]
     assert slowdown(list(pairwise(ends)), 3) == 1.5
+
+
+def test_what_a_transfer_costs_a_layer_by_hand():
+    beside = BesideLayer(layer_alone_s=10.0, layer_s=11.5, transfer_s=2.0)
+    # of 2 s beside each other, compute came as far as in half a second
+    assert beside.slowdown_compute == pytest.approx(4.0)
+    assert replace(beside, layer_s=9.8).slowdown_compute == pytest.approx(2.0 / 2.2)
+    assert replace(beside, layer_s=99.0).slowdown_compute == pytest.approx(20.0)
+
+
+def layers_rank(rank):
+    def run(in_forward):
+        steps = (lambda: time.sleep(0.02), lambda: time.sleep(0.04))
+        return measure_beside_layer(
+            lambda number: time.sleep(0.01), *steps, Pace(torch.device("cpu")), in_forward=in_forward
+        )
+
+    return run(True), run(False)
+
+
+def test_a_transfer_is_timed_within_the_forward_or_the_backward():
+    ((forward, backward),) = run_ranks(layers_rank, 1, timeout_s=60)
+    for found, alone_s in ((forward, 0.02), (backward, 0.04)):
+        assert found.layer_alone_s >= alone_s
+        assert found.transfer_s >= 0.01
+        # a CPU does one after the other: all of the transfer's time is lost
+        assert found.layer_s >= alone_s + 0.01
+        assert found.slowdown_compute > 3
 
 
 # Copies run as FSDP2 runs them.

@@ -62,6 +62,8 @@ class TransferSample:
     """The model whose layer it was timed beside, at the start of a forward or backward as in training."""
     slowdown_waiting: Positive | None = None
     """How many times longer compute took on a rank beside this collective while it waited for another rank."""
+    slowdown_copy_out: Positive | None = None
+    """How many times longer the copy of gathered parameters took that began right after this reduce."""
 
     @property
     def slowdown_transfer(self) -> float | None:

@@ -82,7 +82,7 @@ def transfer_sections(calibration: Calibration) -> list[str]:
             "Beside matrix products that run back to back, and from the start of a layer on: how many times longer a "
             "transfer takes, and compute:",
             _table(
-                ["transfer", "shard", "beside", "transfer alone", "beside it", "transfer", "compute"],
+                ["transfer", "shard", "beside", "transfer alone", "beside it", "transfer", "compute", "copy out"],
                 [
                     [
                         f"{row.op} {row.backend}",
@@ -92,6 +92,7 @@ def transfer_sections(calibration: Calibration) -> list[str]:
                         f"{(row.overlapped_p50_s or 0) * 1e6:.0f} us",
                         f"x{row.slowdown_transfer or 1:.2f}",
                         f"x{row.slowdown_compute or 1:.3f}{star(row.flagged)}",
+                        "" if row.slowdown_copy_out is None else f"x{row.slowdown_copy_out:.2f}",
                     ]
                     for row in beside
                 ],

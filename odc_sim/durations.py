@@ -74,6 +74,9 @@ class Durations:
     """[B, D] what `forward_s` and `backward_s` hold beyond that because of concurrent transfers."""
     floor_s: Array
     """[B, D] and because a launch-bound unit does not get shorter with its tokens."""
+    copy_out_stretch: float = 1.0
+    """How many times longer a layer's copy-out takes in a backward, where the reduction of the layer after it has just
+    begun."""
     traffic: Traffic | None = None
     """The bytes behind the transfers and the ports they take; None: one node, every rank a port in and a port out."""
 

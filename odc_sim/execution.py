@@ -90,6 +90,8 @@ def build_durations(
         # ranks are in lockstep wherever they meet at every layer: in these microbatches of each of them
         slow_forward = _in_step(slow_forward, overlap.waiting, first_unshard)
         slow_backward = _in_step(slow_backward, overlap.waiting, reduces)
+    copy_out_s = float(transfers.copy_out_s[1]) if compute.layers else 0.0
+    copy_out_stretch = float(stretch(copy_out_s, np.array(reduce_s), overlap.copy_out))
     slowdown = compute.layers * (slow_forward - layer_forward + slow_backward - layer_backward)
 
     return Durations(
@@ -111,6 +113,7 @@ def build_durations(
         host_backward_s=cluster.host.seconds_per_unit_backward,
         optimizer_s=transfers.optimizer_s,
         publish_s=transfers.publish_s,
+        copy_out_stretch=copy_out_stretch,
         busy_s=np.asarray(pure.sum(axis=1)),
         compute_slowdown_s=slowdown.sum(axis=1),
         floor_s=np.asarray((floored - pure).sum(axis=1)),

@@ -254,11 +254,12 @@ def _gather(b: int, u: int, backward: bool, inp: Inputs, s: Scratch, rules: Rule
 
 
 @compiled
-def _copy_out(u: int, inp: Inputs, s: Scratch, rules: Rules, idle: Array) -> None:
+def _copy_out(u: int, stretch: float, inp: Inputs, s: Scratch, rules: Rules, idle: Array) -> None:
     if rules.share_ports:
         _finish_pulls(s, rules)
     at = -1 if rules.one_sided else s.gather_at[u]
-    _wait(s, idle, s.gather_end[u], at, s.gather_issue[u], s.gather_extra[u], EXPOSED_UNSHARD, inp.unit_s[OUT, u])
+    seconds = inp.unit_s[OUT, u] * stretch
+    _wait(s, idle, s.gather_end[u], at, s.gather_issue[u], s.gather_extra[u], EXPOSED_UNSHARD, seconds)
     s.copy_outs[u, :] = s.state[COMPUTE]
     s.gather_at[u] = -1
 
@@ -362,7 +363,7 @@ def _forward(b: int, gathers: bool, inp: Inputs, s: Scratch, rules: Rules, idle:
             for d in range(s.mb.shape[0]):  # edge 2
                 s.gate[d] = s.copy_outs[u - rules.forward_prefetch, d] if u >= rules.forward_prefetch else -np.inf
             _gather(b, u, False, inp, s, rules)
-            _copy_out(u, inp, s, rules, idle)
+            _copy_out(u, 1.0, inp, s, rules, idle)
         _compute(inp.forward_s[b], inp.slot_class[u], rules.host_forward_s, rules.barrier_layer, s, idle)
     _compute(inp.forward_s[b], inp.slot_class[units], 0.0, False, s, idle)
     if gathers:
@@ -380,7 +381,7 @@ def _backward(b: int, gathers: bool, reduces: bool, inp: Inputs, s: Scratch, rul
         if gathers:
             if s.gather_at[u] < 0:
                 _gather(b, u, True, inp, s, rules)
-            _copy_out(u, inp, s, rules, idle)
+            _copy_out(u, rules.copy_out_stretch if reduces and u < units - 1 else 1.0, inp, s, rules, idle)
             _streams_wait(s, s.copy_outs[u])  # edge 7
             for v in range(u - 1, max(u - 1 - rules.backward_prefetch, 0), -1):
                 if s.gather_at[v] < 0:

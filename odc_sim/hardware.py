@@ -79,6 +79,8 @@ class Overlap:
     source: str
     waiting: float = 1.0
     """How many times longer compute takes beside a collective that waits for another rank; at least 1."""
+    copy_out: float = 1.0
+    """How many times longer the copy of gathered parameters takes beside a reduce; at least 1."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,6 +178,7 @@ class _SlowdownTable(_Table):
 
 class _TransportSection(_Section):
     slowdown_waiting: Factor = 1.0
+    slowdown_copy_out: Factor = 1.0
     unshard: _SlowdownTable = Field(default_factory=_SlowdownTable, description="a table of slowdowns")
     reduce: _SlowdownTable = Field(default_factory=_SlowdownTable, description="a table of slowdowns")
 
@@ -318,6 +321,7 @@ def _overlap(section: _TransportSection | None) -> Overlap:
         reduce=_slowdown(section.reduce),
         source=section.source,
         waiting=section.slowdown_waiting,
+        copy_out=section.slowdown_copy_out,
     )
 
 

@@ -136,18 +136,15 @@ def _overlap(calibration: Calibration, transport: str, default: Overlap) -> Over
         plausible = [r for r in calibration.transfers if used(r, op) and _plausible(r)]
         # what training does, where it was measured; else matrix products
         rows = [r for r in plausible if r.beside_layer] or _fastest([r for r in plausible if not r.beside_layer])
-        transfer = [row.slowdown_transfer for row in rows if row.slowdown_transfer is not None]
-        compute = [row.slowdown_compute for row in rows if row.slowdown_compute is not None]
         lacks += [] if rows else [op]
         beside += ["layers" if rows[0].beside_layer else "matrix products"] if rows else []
         slowdowns.append(
             Slowdown(
-                transfer=max(1.0, median(transfer)) if transfer else fallback.transfer,
-                compute=max(1.0, median(compute)) if compute else fallback.compute,
+                transfer=_median_or([row.slowdown_transfer for row in rows], fallback.transfer),
+                compute=_median_or([row.slowdown_compute for row in rows], fallback.compute),
             )
         )
-    waiting = [row.slowdown_waiting for row in calibration.transfers if row.op in OPS[transport]]
-    seen = [slowdown for slowdown in waiting if slowdown is not None]
+    of_transport = [row for row in calibration.transfers if row.op in OPS[transport]]
     source = f"the calibration, median of large transfers beside {' and '.join(dict.fromkeys(beside))}"
     if not beside:
         source = "the calibration"
@@ -157,5 +154,11 @@ def _overlap(calibration: Calibration, transport: str, default: Overlap) -> Over
         unshard=slowdowns[0],
         reduce=slowdowns[1],
         source=source,
-        waiting=max(1.0, median(seen)) if seen else default.waiting,
+        waiting=_median_or([row.slowdown_waiting for row in of_transport], default.waiting),
+        copy_out=_median_or([row.slowdown_copy_out for row in of_transport], default.copy_out),
     )
+
+
+def _median_or(slowdowns: list[float | None], default: float) -> float:
+    seen = [slowdown for slowdown in slowdowns if slowdown is not None]
+    return max(1.0, median(seen)) if seen else default

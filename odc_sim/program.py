@@ -112,9 +112,9 @@ class _Builder:
         self.pending[unit] = op
         return op
 
-    def copy_out(self, unit: int, m: int) -> Op:
+    def copy_out(self, unit: int, m: int, stretch: float = 1.0) -> Op:
         gathered = self.pending.pop(unit)
-        op = self.put("compute", "copy_out", unit, m, float(self.t.copy_out_s[unit]), gathered)
+        op = self.put("compute", "copy_out", unit, m, float(self.t.copy_out_s[unit]) * stretch, gathered)
         op.awaited = gathered
         return op
 
@@ -154,7 +154,9 @@ class _Builder:
             if gathers:
                 if unit not in self.pending:
                     self.gather(unit, m, backward=True)
-                self.streams_wait_for(self.copy_out(unit, m))  # edge 7
+                beside_reduce = reduces and unit < layers
+                stretch = self.t.copy_out_stretch if beside_reduce else 1.0
+                self.streams_wait_for(self.copy_out(unit, m, stretch))  # edge 7
                 for ahead in range(unit - 1, max(unit - 1 - self.schedule.backward_prefetch, 0), -1):
                     if ahead not in self.pending:
                         self.gather(ahead, m, backward=True)

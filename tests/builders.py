@@ -19,6 +19,7 @@ def make_durations(
     optimizer_s=0.0,
     publish_s=0.0,
     stretch=None,
+    copy_out_stretch=1.0,
     **copies,
 ):
     """One minibatch from forward_s and backward_s [M, L + 2, D]; transfers and copies a number or [L + 1] each."""
@@ -44,6 +45,7 @@ def make_durations(
         gather_forward_stretch=gather_forward,
         gather_backward_stretch=gather_backward,
         reduce_stretch=reduce,
+        copy_out_stretch=copy_out_stretch,
         host_forward_s=host_s[0],
         host_backward_s=host_s[1],
         optimizer_s=optimizer_s,
@@ -72,6 +74,7 @@ def random_durations(rng, *, equal_counts, ranks, layers, microbatches, host, ze
         optimizer_s=0.3,
         publish_s=0.2,
         stretch=[1.0 + rng.random((1, microbatches, ranks)) for _ in range(3)],
+        copy_out_stretch=1.0 + 3.0 * rng.random(),
         **unit,
     )
 

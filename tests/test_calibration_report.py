@@ -56,7 +56,7 @@ def calibration():
         **head,
         transfers=(
             transfer(overlapped_p50_s=3e-4, slowdown_compute=0.99, flagged=True, beside_gemm_s=2e-4),
-            transfer(overlapped_p50_s=2e-4, slowdown_compute=1.5, beside_layer="m"),
+            transfer(overlapped_p50_s=2e-4, slowdown_compute=1.5, slowdown_copy_out=3.0, beside_layer="m"),
         ),
         fits=(fit(),),
         compute=(
@@ -91,8 +91,8 @@ def test_markdown_tells_everything(calibration):
     text = markdown(calibration, "c.json", [("cost.png", "caption")])
     for part in (
         "- **host failed**: rank 0: RuntimeError: why",
-        "| gather cuda-auto | 64 MiB | products of 0.20 ms | 200 us | 300 us | x1.50 | x0.990 * |",
-        "| gather cuda-auto | 64 MiB | a layer of m | 200 us | 200 us | x1.00 | x1.500 |",
+        "| gather cuda-auto | 64 MiB | products of 0.20 ms | 200 us | 300 us | x1.50 | x0.990 * |  |",
+        "| gather cuda-auto | 64 MiB | a layer of m | 200 us | 200 us | x1.00 | x1.500 | x3.00 |",
         "| gather | 3 MiB | 10.0 us | 11.0 us | +10.0% |",
         "![caption](cost.png)",
         "| m | layer forward | 1000.0 | 1000.00 | 0.0000 | 0.0 | 1,000 to 8,000 | 1.0% | 20.0%, 20.0% | 9.1% | 0.4% |",

@@ -128,10 +128,10 @@ class TestReduction:
     LAYERS = 2
     COUNTS = ((2, 3, 2, 2),)
 
-    def built(self, schedule, **reduce):
+    def built(self, schedule, copy_out=1.0, **reduce):
         model = replace(load_model("qwen2.5-1.5b"), layers=self.LAYERS)
         cluster = load_cluster("generic")
-        slow = replace(cluster.overlap["odc"], unshard=Slowdown(), reduce=Slowdown(**reduce))
+        slow = replace(cluster.overlap["odc"], unshard=Slowdown(), reduce=Slowdown(**reduce), copy_out=copy_out)
         cluster = replace(cluster, overlap={"collective": slow, "odc": slow})
         unit = UnitCost(c1_s_per_token=1e-5)
         parts = (f"{name}_{way}" for name in ("embedding", "layer", "head") for way in ("forward", "backward"))
@@ -145,6 +145,15 @@ class TestReduction:
         rules = make_schedule(schedule)
         costs = transfer_costs(model, cluster, world_size=4, one_sided=rules.one_sided, gather_dtype="bf16")
         return build_durations(load, compute, costs, cluster, rules), exists
+
+    def test_a_copy_beside_it_goes_slower_while_it_lasts(self):
+        assert self.built("odc")[0].copy_out_stretch == 1.0
+        durations, _ = self.built("odc", copy_out=3.0)
+        copy_s, reduce_s = durations.copy_out_s[1], durations.reduce_s[1]
+        # the reduction outlasts the copy, or ends before it has gone on for a third of its bytes
+        expected = 3.0 if reduce_s >= 3.0 * copy_s else 1 + 2 / 3 * reduce_s / copy_s
+        assert durations.copy_out_stretch == pytest.approx(expected)
+        assert durations.copy_out_stretch > 1.0
 
     def test_it_slows_the_compute_beside_it(self):
         durations, exists = self.built("odc", compute=2.0)

@@ -49,7 +49,11 @@ def test_what_a_transfer_costs_a_layer_comes_before_what_it_costs_matrix_product
         for m, slowdown in (("small", 2.0), ("large", 3.0))
     ]
     (tmp_path / "mine.json").write_text(json.dumps(data | {"transfers": data["transfers"] + of_layers}))
+    data["transfers"] += [r | {"slowdown_copy_out": 3.0} for r in data["transfers"] if r["op"] == "scatter_accumulate"]
+    (tmp_path / "copies.json").write_text(json.dumps(data))
+    assert load_machine(str(tmp_path / "copies.json")).cluster.overlap["odc"].copy_out == 3.0
     before = load_machine(str(SMALL)).cluster.overlap["odc"]
+    assert before.copy_out == 1.0
     overlap = load_machine(str(tmp_path / "mine.json")).cluster.overlap["odc"]
     assert (overlap.unshard.transfer, overlap.unshard.compute) == (pytest.approx(1.5), pytest.approx(2.5))
     assert overlap.reduce == before.reduce

@@ -109,6 +109,20 @@ class TestByHand:
         assert outcome.makespan_s[0] == pytest.approx(35 + 1 + 1)
         assert idle_of(outcome, 0) == {"host": 37 - 8}
 
+    @pytest.mark.parametrize(
+        ("schedule", "stretched"), [("odc", 2), ("collective", 2), ("collective-deferred", 0), ("odc-local-sum", 0)]
+    )
+    def test_a_reduction_slows_the_copy_out_that_begins_with_it(self, run, schedule, stretched):
+        # three layers: the copies of layers 2 and 1 begin with the reductions of layers 3 and 2; layer 3's with none
+        units = np.full((1, 5, 2), 10.0)
+        usual, slow = (
+            run(make_durations(units, units, copy_out_s=0.5, reduce_s=1, copy_out_stretch=s), make_schedule(schedule))
+            for s in (1.0, 3.0)
+        )
+        assert slow.makespan_s[0] - usual.makespan_s[0] == pytest.approx(stretched * 0.5 * 2)
+        lost = slow.idle_s[0, 0] - usual.idle_s[0, 0]
+        assert lost[CAUSES.index("exposed_unshard")] == pytest.approx(lost.sum())
+
     def test_two_transfers_of_a_rank_share_its_ports(self, run):
         # world of two, transfers long against compute: pushes and pulls of the backward overlap and halve each other
         slow = make_durations(np.full((1, 6, 2), 0.1), np.full((1, 6, 2), 0.2), gather_s=1, reduce_s=1)

@@ -25,7 +25,7 @@ from odc_kernels import (  # noqa: E402
 )
 from odc_kernels import calibrate_shapes as shapes  # noqa: E402
 from odc_kernels.calibrate_file import Draft, Talk  # noqa: E402
-from odc_kernels.calibrate_layers import BesideLayer, measure_beside_layer  # noqa: E402
+from odc_kernels.calibrate_layers import Beside, Scene, measure_scene  # noqa: E402
 from odc_kernels.calibrate_phases import Lab, _effort  # noqa: E402
 from odc_kernels.calibrate_timing import LONG_S, Effort, Item, Pace, Timed, _plan, _timed, measure  # noqa: E402
 from odc_kernels.calibrate_transfers import interpolation_checks, with_beside  # noqa: E402
@@ -442,31 +442,39 @@ def test_what_a_waiting_collective_costs_by_hand():
 
 
 def test_what_a_transfer_costs_a_layer_by_hand():
-    beside = BesideLayer(layer_alone_s=10.0, layer_s=11.5, transfer_s=2.0)
+    beside = Beside(alone_s=(0.5, 10.0), beside_s=(1.5, 11.5), transfer_s=2.0)
     # of 2 s beside each other, compute came as far as in half a second
     assert beside.slowdown_compute == pytest.approx(4.0)
-    assert replace(beside, layer_s=9.8).slowdown_compute == pytest.approx(2.0 / 2.2)
-    assert replace(beside, layer_s=99.0).slowdown_compute == pytest.approx(20.0)
+    assert beside.slowdown_copy_out == pytest.approx(3.0)
+    assert replace(beside, beside_s=(1.5, 9.8)).slowdown_compute == pytest.approx(2.0 / 2.2)
+    assert replace(beside, beside_s=(1.5, 99.0)).slowdown_compute == pytest.approx(20.0)
+    assert replace(beside, alone_s=(10.0,), beside_s=(11.0,)).slowdown_copy_out is None
 
 
-def layers_rank(rank):
-    def run(in_forward):
-        steps = (lambda: time.sleep(0.02), lambda: time.sleep(0.04))
-        return measure_beside_layer(
-            lambda number: time.sleep(0.01), *steps, Pace(torch.device("cpu")), in_forward=in_forward
-        )
+def scenes_rank(rank):
+    order = []
 
-    return run(True), run(False)
+    def step(name, seconds):
+        def run(*_):
+            order.append(name)
+            time.sleep(seconds)
+
+        return run
+
+    call, short, long, other = step("call", 0.01), step("short", 0.005), step("long", 0.04), step("other", 0.03)
+    scene = Scene(before=[other], beside=[short, long], after=[other])
+    return measure_scene(call, scene, Pace(torch.device("cpu"))), order
 
 
-def test_a_transfer_is_timed_within_the_forward_or_the_backward():
-    ((forward, backward),) = run_ranks(layers_rank, 1, timeout_s=60)
-    for found, alone_s in ((forward, 0.02), (backward, 0.04)):
-        assert found.layer_alone_s >= alone_s
-        assert found.transfer_s >= 0.01
-        # a CPU does one after the other: all of the transfer's time is lost
-        assert found.layer_s >= alone_s + 0.01
-        assert found.slowdown_compute > 3
+def test_a_transfer_starts_with_what_is_timed_beside_it():
+    ((found, order),) = run_ranks(scenes_rank, 1, timeout_s=60)
+    assert order[-5:] == ["other", "call", "short", "long", "other"]
+    assert found.transfer_s >= 0.01
+    # a CPU does one after the other
+    assert found.alone_s[0] >= 0.005
+    assert found.beside_s[0] >= 0.015
+    assert min(found.alone_s[1], found.beside_s[1]) >= 0.04
+    assert found.slowdown_copy_out > 1.5
 
 
 # Copies run as FSDP2 runs them.

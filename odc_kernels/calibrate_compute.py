@@ -149,14 +149,12 @@ def _fit(model: str, part: Part, found: Sequence[Found], *, steady_only: bool) -
         floor_s=line.floor_s,
         valid_tokens=(min(tokens), max(tokens)),
         max_rel_error=_worst_error(line, fitted),
-        heldout_max_rel_error=_worst_error(line, checked),
+        heldout_max_rel_error=_worst_error(line, checked) if checked else None,
         repeat_rel_spread=spread(passes[0], passes[1], long),
     )
 
 
 def _worst_error(line: Line, found: Sequence[Found]) -> float:
-    if not found:
-        return 0.0
     errors = line.rel_errors([each.lengths for each in found], [_median(each) for each in found])
     return float(abs(errors).max())
 

@@ -125,7 +125,8 @@ class Fit:
     floor_s: SecondsOrZero
     valid_tokens: tuple[TokenCount, TokenCount]
     max_rel_error: NotNegative
-    heldout_max_rel_error: NotNegative
+    heldout_max_rel_error: NotNegative | None = None
+    """None: nothing was held out."""
     repeat_rel_spread: NotNegative | None = None
     """How far two fits, each of one of the two times that everything was measured, are apart at most."""
 

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from odc_sim.progress import Progress, progress_bar
 from odc_sim.sweep_command import FIELDS_AS_FLAGS, SweepHelp, run_command
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from odc_sim.api import Progress, Simulation
+    from odc_sim.api import Simulation
     from odc_sim.doctor import Check
     from odc_sim.study import Study
 
@@ -101,19 +102,6 @@ def _study(config: Path | None, flags: dict[str, Any]) -> "Study":
     return load_study(config, given) if config else make_study(given)
 
 
-@contextmanager
-def _progress() -> Iterator["Progress"]:
-    """A progress bar on the terminal; nothing when the output goes elsewhere."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description:36}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("starting", total=None)
-        yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
-
-
 def _console() -> "Console":
     """Standard output; 120 columns where nothing says how wide it is."""
     from rich.console import Console
@@ -188,7 +176,7 @@ def simulate(
             raise InputError(f"--save-plan needs exactly one --policy, got {len(study.policy)}")
         if out is not None and out.exists():
             make_directory(out)  # a wrong --out should not cost a simulation
-        with _progress() as progress:
+        with progress_bar() as progress:
             simulation = run_study(study, progress)
             results = simulation.results
             folder = out or Path("reports") / _folder_name(simulation.inputs.workload_name)
@@ -223,7 +211,7 @@ def _print(simulation: "Simulation", note: str) -> None:
         typer.echo(note)
 
 
-def _panels(simulation: "Simulation", progress: "Progress") -> tuple[Any, Any, str]:
+def _panels(simulation: "Simulation", progress: Progress) -> tuple[Any, Any, str]:
     """One typical minibatch under the baseline and under the recommended row, for the timeline picture and trace."""
     from odc_sim.advice import advised_row
     from odc_sim.timeline import Timeline
@@ -397,7 +385,7 @@ def validate(
             raise InputError(f"--calibration {calibration}: expected a .json file that odc calibrate wrote")
         if out is not None:
             make_directory(out)
-        with _progress() as progress:
+        with progress_bar() as progress:
             found = compare_runs(
                 runs,
                 hardware=calibration or hardware,

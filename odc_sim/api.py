@@ -1,6 +1,6 @@
 """`simulate` and `plan`: a study in, results or a plan out. The command line does nothing else than call these."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -20,13 +20,12 @@ from odc_sim.models import model_flops
 from odc_sim.perturbation import Perturbation
 from odc_sim.plans import Plan, pad_microbatches, unequal_counts
 from odc_sim.policies import POLICIES, lay_out
+from odc_sim.progress import Progress
 from odc_sim.results import Results, Row
 from odc_sim.schedules import SCHEDULES, Schedule, make_schedule
 from odc_sim.study import Study
 from odc_sim.transfers import TransferCosts, transfer_costs
 
-Progress = Callable[[str, int, int], None]
-"""Called with (what is being done, steps done, steps in all)."""
 LARGEST_WITH_FLOWS = 16
 """Devices up to which a timeline has every flow between ranks."""
 CAP_SHARE = 1.05

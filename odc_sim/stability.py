@@ -14,6 +14,7 @@ import numpy as np
 from odc_sim.advice import EFFORT, advised_row
 from odc_sim.errors import InputError
 from odc_sim.perturbation import Perturbation
+from odc_sim.progress import Progress
 from odc_sim.results import Results, Row
 from odc_sim.study import Study
 
@@ -26,7 +27,6 @@ STABILITY_STREAM = 4
 """The random stream of perturbations; `odc_sim.inputs` lists the others of a seed."""
 
 Repeat = Callable[[Study, Perturbation], Results]
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,7 +1,6 @@
 """The body of `odc sweep`: flags in, points run with a progress bar, files and tables out."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
@@ -10,11 +9,11 @@ import typer
 from typer.core import TyperCommand
 
 from odc_sim.errors import InputError
+from odc_sim.progress import progress_bar
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from odc_sim.sweep_run import Progress
 
 FIELDS_AS_FLAGS = {"ignore_unknown_options": True, "allow_extra_args": True}
 """Click leaves what it does not know, the fields of a study, to `sweep_from_flags`."""
@@ -62,9 +61,15 @@ def run_command(
     sweep = sweep_from_flags(tokens, config, mode)  # type: ignore[arg-type]
     folder = out or Path("reports") / sweep.name
     try:
-        with _bar() as progress:
+        with progress_bar(time_left=True) as progress:
             results = run_sweep(
-                sweep, folder, jobs=jobs, backend=backend, address=address, command=command, progress=progress
+                sweep,
+                folder,
+                jobs=jobs,
+                backend=backend,
+                address=address,
+                command=command,
+                progress=lambda done, total: progress("points", done, total),
             )
     except KeyboardInterrupt:
         typer.echo(f"interrupted: finished points are in {folder / 'points'}; the same command goes on", err=True)
@@ -76,26 +81,3 @@ def run_command(
     written = write_sweep(folder, results, command)
     found = f"{results.reused} of {len(results.outcomes)} points were finished before; " if results.reused else ""
     typer.echo(f"{found}wrote {', '.join(path.name for path in written)} to {folder}", err=True)
-
-
-@contextmanager
-def _bar() -> Iterator["Progress"]:
-    """A progress bar with the time that is left, on the terminal; nothing when standard error goes elsewhere."""
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    console = Console(stderr=True)
-    columns = (
-        *(TextColumn("points"), BarColumn(), MofNCompleteColumn()),
-        *(TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()),
-    )
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("points", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)

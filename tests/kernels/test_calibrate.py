@@ -8,6 +8,7 @@ import time
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -227,6 +228,29 @@ def test_a_dead_rank_ends_in_one_line_with_the_file_kept(monkeypatch, tmp_path):
     assert done.output.endswith("c.json has what was measured before\n")
 
 
+def test_what_a_rank_refuses_is_a_mistake_of_the_caller(monkeypatch, tmp_path):
+    def refuse(*arguments, **options):
+        failures = [
+            Failure(rank=r, kind=k, message=f"{k} {r}", details="") for r, k in enumerate(("died", "InputError"))
+        ]
+        raise RankError("...", failures)
+
+    monkeypatch.setattr(calibrate, "run_ranks", refuse)
+    done = CliRunner().invoke(app, ["calibrate", "--device", "cpu", "--out", str(tmp_path / "c.json")])
+    assert (done.exit_code, done.output) == (2, "error: InputError 1\n")
+
+
+def test_a_fit_that_rests_on_unsteady_times_fails_its_phase(monkeypatch):
+    lab = object.__new__(Lab)
+    lab.options = SimpleNamespace(quick=True, on_gpu=False)
+    lab.draft, lab.effort, lab.pace, lab.talk = Draft.start(None, "", {}), {"compute": None}, None, Talk([], loud=False)
+    monkeypatch.setattr(calibrate_phases, "measure_model", lambda *_, **__: ([], ["why"]))
+    monkeypatch.setattr(calibrate_phases, "fits_of", lambda *_: ([], ["layer forward: too few", "head: too few"]))
+    with pytest.raises(RuntimeError, match=r"^layer forward: too few; head: too few$"):
+        lab.compute("tiny")
+    assert lab.draft.left_out == ["why"]
+
+
 def test_progress_on_a_terminal(monkeypatch, capsys):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
@@ -426,6 +450,7 @@ def test_interpolation_checks_by_hand():
     assert check["interpolated_s"] == pytest.approx(2.0)
     assert check["rel_error"] == pytest.approx(2.0 / 2.5 - 1)
     assert interpolation_checks(table, [transfer(1 << 23, 9.0)]) == []
+    assert interpolation_checks(table, [transfer(1 << 21, 9.0, "unknown")]) == []
     assert interpolation_checks(table, [transfer(1 << 20, 1.0)])[0]["rel_error"] == pytest.approx(0)
 
 

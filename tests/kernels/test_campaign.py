@@ -71,6 +71,12 @@ def test_a_calibration_may_come_first_and_goes_into_every_run(tmp_path):
     assert {fit.model for fit in run.calibration.fits} == {"tiny"}
 
 
+def test_a_run_may_have_a_chunk_of_its_own(campaign):
+    campaign.write_text(campaign.read_text().replace('schedule = "odc"', 'schedule = "odc"\nchunked_loss_tokens = 64'))
+    loaded = load(campaign, campaign.parent, budget_s=1.0, device="cpu", command="test")
+    assert [job.config.chunked_loss_tokens for job in loaded.jobs] == [512, 64]
+
+
 def test_a_calibration_that_was_to_be_there_is_missed(campaign):
     text = campaign.read_text().replace("world_size = 2\n", 'world_size = 2\n[calibration]\nfile = "mine.json"\n')
     campaign.write_text(text)

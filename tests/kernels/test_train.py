@@ -213,6 +213,7 @@ def test_the_first_cause_is_told_and_not_what_followed():
     assert isinstance(told("RuntimeError", "KeyboardInterrupt"), KeyboardInterrupt)
     assert isinstance(told("ValueError"), RankError)
     assert str(told("WindowError", "RuntimeError")) == "WindowError 0"
+    assert isinstance(told("RuntimeError", "DistStoreError"), RankError)
     # What is not known to follow from another rank's failure is not hidden behind what does.
     assert isinstance(told("PermissionError", "WindowError", "stuck"), RankError)
 
@@ -241,6 +242,7 @@ def test_what_cannot_run_is_refused(tmp_path):
         plan=without,
         config=replace(job.config, schedule="collective-deferred", steps=1),
     )
+    refused("unknown schedule 'odx': did you mean 'odc'", config=replace(job.config, schedule="odx"))
     refused("--steps 9: the plan has 4 minibatches", config=replace(job.config, steps=9))
     refused(
         f"the plan is for 2 ranks, this machine has {torch.cuda.device_count()} GPUs",

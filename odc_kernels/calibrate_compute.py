@@ -192,7 +192,7 @@ def layer_arguments(lm: CausalLm, batch: PackedBatch) -> tuple[tuple[Any, ...], 
     return caught[0]
 
 
-def layer_steps(model: str, lengths: Lengths, device: torch.device) -> list[Step]:  # pragma: cuda-only
+def layer_steps(model: str, lengths: Lengths, device: torch.device) -> list[Step]:
     """[forward, backward with recomputation] of one layer of `model` on a microbatch."""
     lm = build_lm(model, device=device, num_layers=1, recompute=False, dtype=torch.bfloat16)
     return _layer_steps(lm, device, lengths, recompute=True)

@@ -45,6 +45,8 @@ class Draft:
     phases_s: dict[str, float] = dataclasses.field(default_factory=dict)
     checks: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     """Sizes between those of the table: `interpolation_checks`."""
+    beside_layers: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    """Every round of `calibrate_layers`."""
 
     @classmethod
     def start(cls, path: Path | None, command: str, settings: dict[str, Any]) -> "Draft":
@@ -62,6 +64,7 @@ class Draft:
             "failed": self.failed,
             "left_out": self.left_out,
             "interpolation": self.checks,
+            "beside_layers": self.beside_layers,
         }
         return Calibration(
             **{**self.head, "environment": {**self.head["environment"], "calibrate": about}},

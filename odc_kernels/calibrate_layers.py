@@ -12,6 +12,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,21 +20,27 @@ import torch.distributed as dist
 from odc_kernels.calibrate_compute import layer_steps
 from odc_kernels.calibrate_copies import steps_of
 from odc_kernels.calibrate_shapes import layer_tensors
-from odc_kernels.calibrate_timing import Pace, Step, over_ranks
+from odc_kernels.calibrate_timing import Pace, Step
 from odc_kernels.calibrate_transfers import Way
-from odc_kernels.timing import Call, Marks, estimate, synchronize
+from odc_kernels.collector import collected_between
+from odc_kernels.timing import Call, Marks, agree_max, estimate, summarize, synchronize
 from odc_sim.calibration import TransferSample
 from odc_sim.models import load_model
 
 LAYER_TOKENS = 8192
 """Enough for the device to be slower than the host, few enough for a transfer to be seen in a layer's time."""
 UNSHARDS = ("all_gather", "gather")
-ROUNDS = 5
-PHASE_S = 0.08
-LEAST, LEAD = 4, 2
+ROUNDS = 7
+"""So many that one in which something else held a rank up changes neither median nor percentiles."""
+PHASE_S = 0.16
+LEAST, LEAD = 8, 4
 """Scenes in a round, and those before them, in which the host gets ahead."""
 MOST_LOST = 0.95
 """Of the transfer's time; a rate of compute beside it cannot express more."""
+MOST_LATE = 0.2
+"""Of the scenes may begin before the host has enqueued them."""
+MOST_NOISE = 0.2
+"""Of the transfer's time, between the 20th and the 80th percentile of what rounds say is lost."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,15 +62,69 @@ class Beside:
     transfer_s: float
 
     @property
+    def lost_s(self) -> float:
+        """By which the last step is longer beside the transfer; below 0 only through noise."""
+        return self.beside_s[-1] - self.alone_s[-1]
+
+    @property
     def slowdown_compute(self) -> float:
-        """How many times slower the last step progresses while the transfer lasts; below 1 only through noise."""
-        lost_s = min(self.beside_s[-1] - self.alone_s[-1], MOST_LOST * self.transfer_s)
-        return self.transfer_s / (self.transfer_s - lost_s)
+        """How many times slower the last step progresses while the transfer lasts, at least 1."""
+        both_s = min(self.transfer_s, self.beside_s[-1])
+        return both_s / (both_s - min(max(self.lost_s, 0.0), MOST_LOST * both_s))
 
     @property
     def slowdown_copy_out(self) -> float | None:
         """How many times longer the first step takes, if it is not the last one."""
         return self.beside_s[0] / self.alone_s[0] if len(self.alone_s) > 1 else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """A scene, in rounds."""
+
+    rounds: tuple[tuple[Beside, ...], ...]
+    """[ranks][rounds]: means over the scenes of a round."""
+    late: float
+    """Part of the scenes in which the device was there before the host, on the worst rank."""
+
+    @property
+    def typical(self) -> Beside:
+        """Medians over rounds, means over ranks."""
+
+        def over(values: Callable[[Beside], float]) -> float:
+            return statistics.mean(statistics.median(map(values, rounds)) for rounds in self.rounds)
+
+        steps = range(len(self.rounds[0][0].alone_s))
+        return Beside(
+            alone_s=tuple(over(lambda each, i=i: each.alone_s[i]) for i in steps),  # type: ignore[misc]
+            beside_s=tuple(over(lambda each, i=i: each.beside_s[i]) for i in steps),  # type: ignore[misc]
+            transfer_s=over(lambda each: each.transfer_s),
+        )
+
+    @property
+    def noisy(self) -> bool:
+        """Whether rounds differ in what they say is lost."""
+        lost = summarize([statistics.mean(each.lost_s for each in ranks) for ranks in zip(*self.rounds, strict=True)])
+        return lost.p80_s - lost.p20_s > MOST_NOISE * self.typical.transfer_s
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-able."""
+        return {
+            "late": self.late,
+            **{
+                name: [[getattr(each, name) for each in rounds] for rounds in self.rounds]
+                for name in ("alone_s", "beside_s", "transfer_s")
+            },
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BesideLayers:
+    """What `beside_layers` found."""
+
+    samples: tuple[TransferSample, ...]
+    raw: tuple[dict[str, Any], ...]
+    left_out: tuple[str, ...]
 
 
 def beside_layers(
@@ -73,89 +134,115 @@ def beside_layers(
     pace: Pace,
     *,
     say: Callable[[str], None],
-) -> list[TransferSample]:  # pragma: cuda-only
+    tokens: int = LAYER_TOKENS,
+) -> BesideLayers:
     """For each way its sample in `alone` of a shard of the model's layer, with what it costs that layer. Collective."""
     spec = load_model(model)
-    forward, backward = layer_steps(model, (LAYER_TOKENS,), pace.device)
+    forward, backward = layer_steps(model, (tokens,), pace.device)
     (copy_out,) = steps_of("copy_out", layer_tensors(spec), dist.get_world_size(), pace.device)
     unshard = Scene(beside=[forward], after=[backward])
     reduce = Scene(before=[forward], beside=[copy_out, backward])
-    found = []
+    samples, raw, left_out = [], [], []
     for way, before in zip(ways, alone, strict=True):
         say(f"{way.op} beside a layer of {spec.name}")
-        beside = measure_scene(
-            way.case(before.bytes, pace.device).call, unshard if way.op in UNSHARDS else reduce, pace
-        )
-        found.append(
+        scene = unshard if way.op in UNSHARDS else reduce
+        measured = measure_scene(way.case(before.bytes, pace.device).call, scene, pace)
+        raw.append({"op": before.op, "backend": before.backend, "bytes": before.bytes, "model": spec.name})
+        raw[-1] |= measured.as_dict()
+        if measured.late > MOST_LATE:
+            left_out.append(f"{way.op} beside a layer of {spec.name}: the host was late in {measured.late:.0%} of them")
+            continue
+        beside = measured.typical
+        samples.append(
             replace(
                 before,
-                flagged=before.flagged or beside.slowdown_compute < 1,
+                flagged=before.flagged or measured.noisy,
                 overlapped_p50_s=max(beside.transfer_s, before.p50_s),
                 slowdown_compute=beside.slowdown_compute,
                 slowdown_copy_out=beside.slowdown_copy_out,
                 beside_layer=spec.name,
             )
         )
-    return found
+    return BesideLayers(samples=tuple(samples), raw=tuple(raw), left_out=tuple(left_out))
 
 
-def measure_scene(call: Call, scene: Scene, pace: Pace) -> Beside:
-    """Means within a round, medians over rounds, means over ranks. Collective.
+def measure_scene(call: Call, scene: Scene, pace: Pace) -> Measured:
+    """Scenes in turn without and with the transfer. Collective.
 
     On a CPU the transfer runs before the first step and is part of its time.
     """
     device = pace.device
     stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None  # as FSDP2's
+    stage = _Stage(call, scene, stream, device)
     with torch.cuda.stream(stream):
         call(0)
-
-    def once(_: int) -> None:
-        for step in (*scene.before, *scene.beside, *scene.after):
-            step()
-
-    count = max(LEAST, math.ceil(PHASE_S / estimate(once, device, calls=2)))
+    count = max(LEAST, 2 * math.ceil(PHASE_S / estimate(lambda _: stage.play(), device, calls=2) / 2))
     pace.heat(0.3)
-    rounds: list[list[float]] = []
-    for number in range(ROUNDS + 1):
-        without = _round(None, scene, count, stream, device)
-        with_it = _round(call, scene, count, stream, device)
-        if number > 0:  # the first one warms up
-            rounds.append([*without, *with_it])
-    medians = [[statistics.median(part)] for part in zip(*rounds, strict=True)]
-    seconds = [mean for (mean,) in over_ranks(medians, "mean")]
-    steps = len(scene.beside)
-    return Beside(
-        alone_s=tuple(seconds[:steps]), beside_s=tuple(seconds[steps : 2 * steps]), transfer_s=seconds[2 * steps]
-    )
+    own, late = [], 0.0
+    with collected_between():
+        for number in range(ROUNDS + 1):
+            found, late_in_it = stage.round(count)
+            if number > 0:  # the first one warms up
+                own.append(found)
+                late += late_in_it / ROUNDS
+    ranks: list[list[Beside]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(ranks, own)
+    return Measured(rounds=tuple(map(tuple, ranks)), late=agree_max(late, device))
 
 
-def _round(
-    call: Call | None, scene: Scene, count: int, stream: "torch.cuda.Stream | None", device: torch.device
-) -> list[float]:
-    """Mean seconds of each step beside, and of the transfer if there is one."""
-    synchronize(device)
-    steps, transfers = Marks(device), Marks(device)
-    for number in range(LEAD + count):
-        for step in scene.before:
+class _Stage:
+    """Where scenes are played: a transfer, on a stream of its own, and the steps around it."""
+
+    def __init__(self, call: Call, scene: Scene, stream: "torch.cuda.Stream | None", device: torch.device) -> None:
+        self._call = call
+        self._scene = scene
+        self._stream = stream
+        self._device = device
+        self._meeting = torch.zeros(1, device=device)
+
+    def play(self) -> None:
+        """All steps, without the transfer."""
+        for step in (*self._scene.before, *self._scene.beside, *self._scene.after):
             step()
-        steps.mark()
-        if call is not None:
+        dist.all_reduce(self._meeting)
+
+    def round(self, count: int) -> tuple[Beside, float]:
+        """Means over `count` scenes, every other one of them with the transfer; and in what part the host was late."""
+        device, scene, stream = self._device, self._scene, self._stream
+        synchronize(device)
+        steps, transfers = Marks(device), Marks(device)
+        late = 0
+        for number in range(LEAD + count):
+            for step in scene.before:
+                step()
             if stream is not None:  # pragma: cuda-only
-                stream.wait_stream(torch.cuda.current_stream(device))
-            with torch.cuda.stream(stream):
-                transfers.mark()
-                call(number)
-                transfers.mark()
-        for step in scene.beside:
-            step()
+                torch.cuda.current_stream(device).wait_stream(stream)
+            # Devices meet: a collective that waits for a slower rank is measured elsewhere, by `calibrate_waiting`.
+            dist.all_reduce(self._meeting)
             steps.mark()
-        for step in scene.after:
-            step()
-    synchronize(device)
-    each = len(scene.beside) + 1  # the last interval of these lies between two scenes
-    means = [_mean(steps, steps, slice(i, None, each)) for i in range(each - 1)]
-    return means if call is None else [*means, _mean(transfers, steps, slice(0, None, 2))]
+            if number % 2:
+                self._transfer(number, transfers)
+            late += number >= LEAD and steps.reached()
+            for step in scene.beside:
+                step()
+                steps.mark()
+            for step in scene.after:
+                step()
+        synchronize(device)
+        each = len(scene.beside) + 1  # the last interval of these lies between two scenes
+        times = [_seconds(steps, steps)[i::each] for i in range(each - 1)]
+        alone, beside = ([statistics.mean(step[LEAD + odd :: 2]) for step in times] for odd in (0, 1))
+        transfer_s = statistics.mean(_seconds(transfers, steps)[::2][LEAD // 2 :])
+        return Beside(alone_s=tuple(alone), beside_s=tuple(beside), transfer_s=transfer_s), late / count
+
+    def _transfer(self, number: int, marks: Marks) -> None:
+        if self._stream is not None:  # pragma: cuda-only
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            marks.mark()
+            self._call(number)
+            marks.mark()
 
 
-def _mean(marks: Marks, origin: Marks, which: slice) -> float:
-    return statistics.mean(end - start for start, end in marks.intervals_s(origin)[which][LEAD:])
+def _seconds(marks: Marks, origin: Marks) -> list[float]:
+    return [end - start for start, end in marks.intervals_s(origin)]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -56,7 +56,7 @@ WAITING_BYTES = (16 * MIB, 64 * MIB)
 QUICK_WAITING_BYTES = (64 * MIB,)
 LAYERS_BESIDE = 2
 """Models whose layers transfers are timed beside."""
-FP32_ITEMSIZE = 4
+BF16_ITEMSIZE, FP32_ITEMSIZE = 2, 4
 FP32_BYTES = (64 << 10, MIB, 64 * MIB)
 CEILING_PRODUCT = {"cuda": 8192, "cpu": 512}
 MEMORY_SHARE = 0.6
@@ -104,8 +104,10 @@ class Lab:
         found += [(f"compute of {name}", partial(self.compute, name)) for name in self.options.models]
         found.append(("copies", self.copies))
         found.append(("optimizer and publish", self.optimizer))
-        if self.options.on_gpu:  # a CPU is its own host
+        if self.options.on_gpu:  # a CPU is its own host, and its transfers run beside nothing
             found.append(("host", self.host))  # pragma: cuda-only
+            if self.world_size > 1:  # pragma: cuda-only
+                found.append(("transfers beside layers", self.beside_layers))
         return found
 
     def ceilings(self) -> None:
@@ -197,6 +199,31 @@ class Lab:
         """Enqueuing a unit."""
         self.draft.host = measure_host(self.pace)
 
+    def beside_layers(self, **options: Any) -> None:
+        """What transfers of a layer's own size cost that layer."""
+        shards: dict[str, int] = {}
+        for name, spec in zip(self.options.models[:LAYERS_BESIDE], self.specs, strict=False):
+            shards[name] = shard_bytes(spec.layer_parameters, self.world_size)
+            if shards[name] > self._agreed_sizes()[-1]:
+                self.draft.left_out.append(f"transfers beside a layer of {spec.name}: no memory for its shards")
+                del shards[name]
+        if not shards:
+            return
+        buffers = Buffers.allocate(room_bytes(list(shards.values()), self.device) // BF16_ITEMSIZE, self.device)
+        self._beside_layers(collectives(buffers), shards, **options)
+        with one_sided(buffers, self.options.backend) as ways:
+            self._beside_layers(ways, shards, **options)
+
+    def _beside_layers(self, ways: list[Way], shards: dict[str, int], **options: Any) -> None:
+        say, effort = self.talk.say, self.effort["transfers"]
+        for name, shard in shards.items():
+            sizes = [shard * way.itemsize // FP32_ITEMSIZE for way in ways]
+            alone = [measure_alone([w], [n], self.pace, effort, say=say)[0] for w, n in zip(ways, sizes, strict=True)]
+            found = beside_layers(ways, alone, name, self.pace, say=say, **options)
+            self.draft.transfers += found.samples
+            self.draft.beside_layers += found.raw
+            self.draft.left_out += found.left_out
+
     def _sizes(self) -> tuple[int, ...]:
         sizes = transfer_sizes(self.specs, self.world_size, quick=self.options.quick, on_gpu=self.options.on_gpu)
         # published, gathered, gradients, reduced, and the two windows
@@ -204,7 +231,7 @@ class Lab:
         return tuple(size for size in sizes if size <= most)
 
     def _buffers(self) -> Buffers:
-        return Buffers.allocate(room_bytes(self._agreed_sizes(), self.device) // 2, self.device)
+        return Buffers.allocate(room_bytes(self._agreed_sizes(), self.device) // BF16_ITEMSIZE, self.device)
 
     def _agreed_free_bytes(self) -> float:
         """Of the rank that has least: what one leaves out, none may wait for."""
@@ -224,12 +251,11 @@ class Lab:
         start = len(self.draft.transfers)
         self.draft.transfers += alone
         shards = [n for n in unit_shards(self.specs, self.world_size) if n <= sizes[-1]]
-        checks = [
-            measure_alone([way], [n * way.itemsize // FP32_ITEMSIZE for n in shards], self.pace, effort, say=say)
-            for way in (ways if shards else [])
-        ]
-        for measured in checks:
-            self.draft.checks += interpolation_checks(alone, measured)
+        for way in ways:
+            checked = [n * way.itemsize // FP32_ITEMSIZE for n in shards]
+            self.draft.checks += interpolation_checks(
+                alone, measure_alone([way], checked, self.pace, effort, say=say) if checked else []
+            )
         if self.options.on_gpu:  # pragma: cuda-only
             beside_sizes = QUICK_BESIDE_BYTES if self.options.quick else BESIDE_BYTES
             products = BESIDE_PRODUCTS[:1] if self.options.quick else BESIDE_PRODUCTS
@@ -237,10 +263,6 @@ class Lab:
                 ways, alone, [n for n in beside_sizes if n in sizes], products, self.device, say=say
             )
             self.draft.transfers[start:] = with_beside(alone, beside)
-            for name, spec in zip(self.options.models[:LAYERS_BESIDE], self.specs, strict=False):
-                if (shard := shard_bytes(spec.layer_parameters, self.world_size)) in shards:
-                    of_layer = [measured[shards.index(shard)] for measured in checks]
-                    self.draft.transfers += beside_layers(ways, of_layer, name, self.pace, say=say)
 
 
 def _effort(options: Options) -> dict[str, Effort]:

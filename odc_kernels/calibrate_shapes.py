@@ -130,7 +130,7 @@ def transfer_sizes(models: list[ModelSpec], world_size: int, *, quick: bool, on_
 def unit_shards(models: list[ModelSpec], world_size: int) -> list[int]:
     """Bytes of the fp32 shards of all models' units: what a reduction moves, and twice what a bf16 gather does."""
     units = {n for model in models for n in (model.layer_parameters, model.root_parameters)}
-    return sorted(shard_bytes(n, world_size) for n in units)
+    return sorted({shard_bytes(n, world_size) for n in units})
 
 
 def shard_bytes(parameters: int, world_size: int) -> int:

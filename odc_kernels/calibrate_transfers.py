@@ -1,7 +1,7 @@
 """Transfers as training makes them: NCCL's (gloo's) collectives, and our own, alone and beside matrix products.
 
 All sizes of all ways are timed twice, the second time largest first. Sizes that the models' own units have are timed as
-well, but do not go into the table: they show how well it is interpolated.
+well, and show how well the others are interpolated.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -49,6 +49,11 @@ class Marks:
         else:
             self._marks.append(self._clock())
 
+    def reached(self) -> bool:
+        """Whether the device has already come to the last mark; a CPU, which is its own host, never has."""
+        last = self._marks[-1]
+        return not isinstance(last, float) and last.query()
+
     def times_s(self, origin: "Marks") -> list[float]:
         """Seconds of each mark after the first one of `origin`. Synchronize the device before."""
         first = origin._marks[0]

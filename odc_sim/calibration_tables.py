@@ -101,7 +101,7 @@ def transfer_sections(calibration: Calibration) -> list[str]:
     checks = how_measured(calibration).get("interpolation", [])
     if checks:
         parts += [
-            "Sizes of the models' own units, which the table does not have, as it says and as measured:",
+            "Sizes of the models' own units, as interpolated between powers of two and as measured:",
             _table(
                 ["transfer", "shard", "measured", "interpolated", "error"],
                 [

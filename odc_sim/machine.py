@@ -133,15 +133,19 @@ def _overlap(calibration: Calibration, transport: str, default: Overlap) -> Over
     lacks: list[str] = []
     beside: list[str] = []
     for op, fallback in zip(OPS[transport], (default.unshard, default.reduce), strict=True):
-        plausible = [r for r in calibration.transfers if used(r, op) and _plausible(r)]
+        mine = [row for row in calibration.transfers if used(row, op)]
         # what training does, where it was measured; else matrix products
-        rows = [r for r in plausible if r.beside_layer] or _fastest([r for r in plausible if not r.beside_layer])
+        rows = [row for row in mine if row.beside_layer and not row.flagged] or _fastest(
+            [row for row in mine if not row.beside_layer and _plausible(row)]
+        )
+        rates = [1.0 / row.slowdown_compute for row in rows if row.slowdown_compute is not None]
         lacks += [] if rows else [op]
         beside += ["layers" if rows[0].beside_layer else "matrix products"] if rows else []
         slowdowns.append(
             Slowdown(
                 transfer=_median_or([row.slowdown_transfer for row in rows], fallback.transfer),
-                compute=_median_or([row.slowdown_compute for row in rows], fallback.compute),
+                # what is lost is 1 - 1 / slowdown of the transfer's time: the middle one of these
+                compute=max(1.0, 1.0 / median(rates)) if rates else fallback.compute,
             )
         )
     of_transport = [row for row in calibration.transfers if row.op in OPS[transport]]

@@ -55,7 +55,8 @@ def test_what_a_transfer_costs_a_layer_comes_before_what_it_costs_matrix_product
     before = load_machine(str(SMALL)).cluster.overlap["odc"]
     assert before.copy_out == 1.0
     overlap = load_machine(str(tmp_path / "mine.json")).cluster.overlap["odc"]
-    assert (overlap.unshard.transfer, overlap.unshard.compute) == (pytest.approx(1.5), pytest.approx(2.5))
+    # half and two thirds of the transfer's time are lost: 7 / 12 of it
+    assert (overlap.unshard.transfer, overlap.unshard.compute) == (pytest.approx(1.5), pytest.approx(12 / 5))
     assert overlap.reduce == before.reduce
     assert overlap.source == "the calibration, median of large transfers beside layers and matrix products"
 

@@ -494,6 +494,7 @@ def test_rounds_that_do_not_agree_are_noisy():
 
 
 def scenes_rank(rank):
+    calibrate_layers.ROUNDS = 2
     order = []
 
     def step(name, seconds):
@@ -519,10 +520,11 @@ def test_every_other_scene_has_a_transfer_which_starts_with_what_is_timed_beside
     assert min(beside.alone_s[1], beside.beside_s[1]) >= 0.04
     assert beside.slowdown_copy_out > 1.5
     assert found.late == 0
-    assert [len(rounds) for rounds in found.rounds] == [7, 7]
+    assert [len(rounds) for rounds in found.rounds] == [2, 2]
 
 
 def layers_rank(rank):
+    calibrate_layers.ROUNDS = 2
     lab = Lab(
         calibrate.make_options(Path("c.json"), ["tiny"], True, "cpu", "cpu", 2, command=""),
         CPU,

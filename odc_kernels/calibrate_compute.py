@@ -254,8 +254,8 @@ def _root_steps(lm: CausalLm, device: torch.device, lengths: Lengths) -> list[St
         outputs.append(lm.loss(norm(x), batch))
 
     def head_backward() -> None:
+        # Where the head is the embedding, the embedding's backward adds to this gradient, here the next one in turn.
         outputs.pop().backward()
-        _drop_gradients(lm, x)
 
     return [embed, embed_backward, head, head_backward]
 

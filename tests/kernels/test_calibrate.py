@@ -649,3 +649,25 @@ def test_the_lead_of_a_layer_is_a_forward_that_leaves_nothing_behind(monkeypatch
     lead = calibrate_compute._lead(model, torch.device("cpu"))
     lead()
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_the_embeddings_backward_adds_to_the_heads_gradient_where_both_are_one_table(tmp_path):
+    sizes = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    config = {"model_type": "qwen2", "num_attention_heads": 1, "num_key_value_heads": 1, "tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(config | sizes))
+    model = lm.build_lm(str(tmp_path / "config.json"), device=CPU, recompute=False)
+    table = model.embedding.weight
+    assert model.model.get_output_embeddings().weight is table
+    embed, embed_backward, head, head_backward = calibrate_compute._root_steps(model, CPU, (5, 3))
+    embed()
+    head()
+    head_backward()
+    of_head = table.grad.clone()
+    sums = []
+    table.register_post_accumulate_grad_hook(lambda parameter: sums.append(parameter.grad.clone()))
+    embed_backward()
+    tokens = calibrate_compute._batch((5, 3), 16, CPU).tokens[0].unique()
+    added_to = (sums[0] != of_head).any(dim=1)
+    assert of_head.abs().sum() > 0
+    assert set(added_to.nonzero()[:, 0].tolist()) == set(tokens.tolist())
+    assert table.grad is None

@@ -9,6 +9,7 @@ import sys
 import time
 import tomllib
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -449,3 +450,18 @@ def test_the_gain_falls_with_the_packing_ratio(parametric):
     gain = gains(parametric, "max_tokens")
     assert gain[1] > gain[2] + 0.1
     assert gain[2] >= gain[4] >= gain[8] > 1.0
+
+
+def test_the_committed_study_is_what_the_simulator_says_today(tmp_path):
+    """With all its minibatches, at the point with most ports to share."""
+    committed = Path(__file__).parent.parent / "reports" / "parametric" / "sweep.csv"
+    with committed.open() as file:
+        rows = [row for row in csv.DictReader(file) if row["devices"] == "32"]
+    sweep = flags("paper-parametric --devices 32,8 --minibatch-size 4 --max-tokens 65536 --scale 1")
+    outcome = next(o for o in run_sweep(sweep, tmp_path, jobs=1).outcomes if o.point.settings["devices"] == 32)
+    ran = [row for row in rows if row["speedup"]]
+    assert len(ran) >= 4
+    for row in ran:
+        now = outcome.results.row(row["schedule"], row["policy"])
+        assert now.speedup == pytest.approx(float(row["speedup"]), rel=1e-6)
+        assert now.peak_memory_bytes["total"] == pytest.approx(float(row["peak_memory_bytes_total"]), rel=1e-6)

@@ -80,6 +80,26 @@ def test_the_committed_rows_are_what_the_simulator_says():
     for schedule, policy in (("odc", "lb-mini"), ("odc", "lb-micro"), ("collective-deferred", "lb-mini")):
         row = next(row for row in wanted if (row["schedule"], row["policy"]) == (schedule, policy))
         assert now.row(schedule, policy).speedup == pytest.approx(float(row["speedup"]), abs=0.005)
+        assert_memory(now.row(schedule, policy), row)
+
+
+def assert_memory(now, row):
+    assert now.peak_memory_bytes["total"] == pytest.approx(float(row["peak_memory_bytes_total"]), rel=0.005)
+    assert str(now.fits) == row["fits"]
+    assert now.largest_max_tokens == pytest.approx(float(row["largest_max_tokens"]), rel=0.005)
+
+
+@pytest.mark.parametrize(("size", "policy"), [("1", "lb-mini"), ("8", "lb-micro")])
+def test_whether_deferred_transfers_fit_is_committed_as_the_simulator_says(size, policy):
+    with (REPORT / "minibatch" / "sweep.csv").open() as file:
+        row = next(
+            row
+            for row in csv.DictReader(file)
+            if tuple(row[k] for k in ("workload", "minibatch_size", "schedule", "policy"))
+            == ("longalign", size, "collective-deferred", policy)
+        )
+    now = run(model="qwen2.5-7b", devices=32, minibatch_size=int(size), minibatches=int(row["minibatches"]))
+    assert_memory(now.row("collective-deferred", policy), row)
 
 
 def test_the_committed_rows_of_the_event_engine_are_what_it_says_and_the_fast_engine_nearly():

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from odc_sim.progress import Progress, progress_bar
-from odc_sim.sweep_command import FIELDS_AS_FLAGS, SweepHelp, run_command
+from odc_sim.sweep_command import FIELDS_AS_FLAGS, StudyHelp, SweepHelp, run_command
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -87,12 +87,15 @@ def _is_interrupt(error: BaseException | None) -> bool:
     return isinstance(error, KeyboardInterrupt)
 
 
-def _study(config: Path | None, flags: dict[str, Any]) -> "Study":
-    """A study from the flags that were given, over those of `config`."""
+def _study(config: Path | None, flags: dict[str, Any], ctx: typer.Context) -> "Study":
+    """A study from the flags that were given, those that only `ctx` has included, over those of `config`."""
     from odc_sim.errors import InputError
     from odc_sim.study import load_study, make_study
+    from odc_sim.sweep_flags import fields_from_flags
 
-    given = {name: value for name, value in flags.items() if value is not None and value != []}
+    own = {name for parameter in ctx.command.params for name in parameter.opts}
+    given = fields_from_flags(ctx.args, own)
+    given |= {name: value for name, value in flags.items() if value is not None and value != []}
     for name in ("policy", "schedule"):
         if name in given:
             names = tuple(part.strip() for value in given[name] for part in value.split(",") if part.strip())
@@ -116,8 +119,9 @@ def _command() -> str:
     return shlex.join(["odc", *sys.argv[1:]])
 
 
-@app.command()
+@app.command(cls=StudyHelp, context_settings=dict(FIELDS_AS_FLAGS), options_metavar="[OPTIONS] [--FIELD VALUE]")
 def simulate(
+    ctx: typer.Context,
     workload: Workload = None,
     lengths: LengthsFile = None,
     column: Column = None,
@@ -161,7 +165,7 @@ def simulate(
     Example:  odc simulate --workload longalign --model qwen2.5-7b --minibatch-size 8
     """
     fields = dict(locals())
-    for name in ("save_plan", "out", "json_file", "config"):
+    for name in ("ctx", "save_plan", "out", "json_file", "config"):
         fields.pop(name)
     with _one_line_errors():
         from odc_sim.api import run_study
@@ -169,7 +173,7 @@ def simulate(
         from odc_sim.plans import Plan, write_plan
         from odc_sim.report import make_directory, write_report
 
-        study = _study(config, fields)
+        study = _study(config, fields, ctx)
         if save_plan is not None and plan is not None:
             raise InputError("--save-plan with --plan: there is nothing to plan; leave one out")
         if save_plan is not None and len(study.policy) != 1:
@@ -244,8 +248,9 @@ def _panels(simulation: "Simulation", progress: Progress) -> tuple[Any, Any, str
     return panels, timelines, ""
 
 
-@app.command()
+@app.command(cls=StudyHelp, context_settings=dict(FIELDS_AS_FLAGS), options_metavar="[OPTIONS] [--FIELD VALUE]")
 def plan(
+    ctx: typer.Context,
     out: Annotated[Path, Option(help="the plan.json to write")],
     workload: Workload = None,
     lengths: LengthsFile = None,
@@ -269,7 +274,7 @@ def plan(
     Example:  odc plan --workload swesmith --devices 16 --policy lb-mini --out plan.json
     """
     fields = dict(locals())
-    for name in ("out", "config"):
+    for name in ("ctx", "out", "config"):
         fields.pop(name)
     fields["policy"] = [policy] if policy else None
     with _one_line_errors():
@@ -280,7 +285,7 @@ def plan(
         from odc_sim.api import plan as make_plan
         from odc_sim.plans import unequal_counts, write_plan
 
-        made = make_plan(_study(config, fields))
+        made = make_plan(_study(config, fields, ctx))
         write_plan(made, out, _command())
         counts = made.counts()
         typer.echo(

@@ -21,7 +21,13 @@ class RunError(RuntimeError):
 def unknown_name(kind: str, got: str, options: Iterable[str]) -> InputError:
     """An `InputError` for a name that is not one of `options`, with the closest ones suggested."""
     names = sorted(options)
-    starts = [name for name in names if name.startswith(got) or got.startswith(name)]
-    close = starts or difflib.get_close_matches(got, names, n=1, cutoff=0.5)
-    hint = f"did you mean {close[0]!r}? " if close else ""
+    found = closest(got, names)
+    hint = f"did you mean {found!r}? " if found else ""
     return InputError(f"unknown {kind} {got!r}: {hint}known: {', '.join(names)}")
+
+
+def closest(got: str, options: Iterable[str]) -> str | None:
+    """The option that `got` probably means; None where none is near."""
+    names = sorted(options)
+    starts = [name for name in names if name.startswith(got) or got.startswith(name)]
+    return next(iter(starts or difflib.get_close_matches(got, names, n=1, cutoff=0.5)), None)

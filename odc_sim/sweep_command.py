@@ -16,7 +16,19 @@ if TYPE_CHECKING:
 
 
 FIELDS_AS_FLAGS = {"ignore_unknown_options": True, "allow_extra_args": True}
-"""Click leaves what it does not know, the fields of a study, to `sweep_from_flags`."""
+"""Click leaves what it does not know, the fields of a study, to `sweep_flags`."""
+
+
+class StudyHelp(TyperCommand):
+    """A command whose help ends with the fields of a study that have no option of their own."""
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        """Add the list; imported here because the fields take a moment."""
+        from odc_sim.study import Study
+
+        own = {parameter.name for parameter in self.params}
+        others = [name for name in Study.model_fields if name not in own]
+        _write_flags(formatter, "Every other field of a study file is a flag too, as --field value", others)
 
 
 class SweepHelp(TyperCommand):
@@ -27,12 +39,17 @@ class SweepHelp(TyperCommand):
         from odc_sim.study import Study
         from odc_sim.sweep_file import builtin_sweeps
 
-        flags = "  ".join(f"--{name.replace('_', '-')}" for name in Study.model_fields)
-        with formatter.section("Fields (a value, or a comma list to vary it)"):
-            for line in wrap(flags, 76, break_on_hyphens=False):
-                formatter.write(f"  {line}\n")
+        _write_flags(formatter, "Fields (a value, or a comma list to vary it)", list(Study.model_fields))
         with formatter.section("Built-in sweeps"):
             formatter.write_text("  ".join(builtin_sweeps()))
+
+
+def _write_flags(formatter: Any, heading: str, fields: Sequence[str]) -> None:
+    from odc_sim.sweep_flags import as_flag
+
+    with formatter.section(heading):
+        for line in wrap("  ".join(map(as_flag, fields)), 76, break_on_hyphens=False):
+            formatter.write(f"  {line}\n")
 
 
 def run_command(

@@ -1,11 +1,12 @@
-"""A sweep from the command line: `--field value` fixes a field of the study, `--field a,b,c` makes it a factor."""
+"""Fields of a study from the command line, for a study or a sweep: `--field value` fixes a field, `--field a,b,c` makes
+it a factor of the sweep."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from odc_sim.errors import InputError
+from odc_sim.errors import InputError, closest
 from odc_sim.study import Study, load_study
 from odc_sim.sweep import Factor, Mode, Sweep, check_field, is_list_field, parse_value
 
@@ -27,7 +28,7 @@ def sweep_from_flags(tokens: Sequence[str], config: Path | None = None, mode: Mo
     fixed: dict[str, Any] = {}
     varied: dict[str, tuple[Any, ...]] = {}
     for field, text in given.items():
-        flag, parts = f"--{field.replace('_', '-')}", [part.strip() for part in text.split(",")]
+        flag, parts = as_flag(field), [part.strip() for part in text.split(",")]
         if not all(parts):
             raise InputError(f"{flag}: got {text!r}, expected a value or a comma list of values, none of them empty")
         if is_list_field(field):
@@ -44,6 +45,33 @@ def sweep_from_flags(tokens: Sequence[str], config: Path | None = None, mode: Mo
             "nothing to vary: give a field a comma list, as in --minibatch-size 1,2,4,8, or a sweep's name"
         )
     return replace(start, base={**start.base, **fixed}, factors=tuple(factors.values()), mode=mode or start.mode)
+
+
+def fields_from_flags(tokens: Sequence[str], options: Collection[str]) -> dict[str, Any]:
+    """The fields that `tokens` give, for a command that parsed its own `options` (as typed: --out) before.
+
+    Raises:
+        InputError: an option that is neither a field nor one of `options`, a value it cannot have, or a stray word.
+    """
+    known = {*options, *map(as_flag, Study.model_fields)}
+    for token in tokens:
+        flag = token.partition("=")[0]
+        if flag.startswith("--") and flag not in known:
+            found = closest(flag, known)
+            raise InputError(f"unknown option {flag!r}: " + (f"did you mean {found!r}?" if found else "see --help"))
+    stray, given = _split(tokens)
+    if stray:
+        raise InputError(f"got {stray!r}, expected options only, as --field value")
+    fields = {}
+    for field, text in given.items():
+        raw = [part.strip() for part in text.split(",")] if is_list_field(field) else text
+        fields[field] = parse_value(field, raw, as_flag(field))
+    return fields
+
+
+def as_flag(field: str) -> str:
+    """How a field is written on the command line: --max-tokens."""
+    return f"--{field.replace('_', '-')}"
 
 
 def _from_study(config: Path | None, fixed: dict[str, Any]) -> Sweep:

@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cli import _is_interrupt, app
+from odc_sim.study import Study
 
 QUICK = ["--minibatches", "3", "--policy", "lb-micro,lb-mini"]
 FILES = {
@@ -80,6 +81,37 @@ def test_a_study_file(odc, tmp_path):
     assert data["study"]["devices"] == 4
 
 
+def test_every_field_of_a_study_is_a_flag(odc):
+    flags = (
+        *("--recipe", "mixed", "--recompute", "false", "--chunked-loss-tokens", "0", "--collectives", "two-level"),
+        *("--forward-prefetch", "3", "--backward-prefetch=2", "--separate-reduce", "--port-contention", "false"),
+        *("--device-speed", "1,0.5", "--batch-minibatches", "2", "--devices", "2", "--json", "-"),
+    )
+    study = json.loads(odc("simulate", *QUICK, *flags).stdout)["study"]
+    assert (study["recipe"], study["recompute"], study["chunked_loss_tokens"]) == ("mixed", False, 0)
+    assert (study["collectives"], study["forward_prefetch"], study["backward_prefetch"]) == ("two-level", 3, 2)
+    assert (study["separate_reduce"], study["port_contention"], study["device_speed"]) == (True, False, [1.0, 0.5])
+    assert (study["batch_minibatches"], study["devices"], study["minibatches"]) == (2, 2, 3)
+
+
+def test_the_help_names_every_field_of_a_study(odc):
+    for command in ("simulate", "plan"):
+        text = odc(command, "--help").stdout
+        assert "Every other field of a study file is a flag too" in text
+        assert [name for name in Study.model_fields if f"--{name.replace('_', '-')}" not in text] == []
+
+
+def test_a_plan_takes_every_field_too(odc, tmp_path):
+    flags = ["--policy", "verl-native", "--minibatches", "4", "--batch-minibatches"]
+    odc("plan", *flags, "2", "--out", "two.json")
+    odc("plan", *flags, "4", "--out", "four.json")
+    two, four = (json.loads((tmp_path / name).read_text())["minibatches"] for name in ("two.json", "four.json"))
+    assert two != four
+    assert "unknown option '--batch-minibatch': did you mean '--batch-minibatches'?" in (
+        odc("plan", "--batch-minibatch", "2", "--out", "x.json", code=2).stderr
+    )
+
+
 @pytest.mark.parametrize(
     ("command", "expected"),
     [
@@ -143,6 +175,16 @@ def test_listings_for_machines(odc, command):
         (["--baseline", "collective"], "expected schedule/policy"),
         (["--hardware", "bad.toml"], "bytes_per_s"),
         (["--model", "bad"], "model_type"),
+        (["--devcies", "4"], "unknown option '--devcies': did you mean '--devices'?"),
+        (["--outt=x"], "unknown option '--outt': did you mean '--out'?"),
+        (["--zzzzzzzzzzzz", "4"], "unknown option '--zzzzzzzzzzzz': see --help"),
+        (["-q"], "unknown option '-q'"),
+        (["longalign"], "got 'longalign', expected options only, as --field value"),
+        (["--recipe"], "--recipe: got no value"),
+        (["--recipe", "cheap"], "--recipe: got 'cheap', expected 'paper' or 'mixed'"),
+        (["--recompute", "maybe"], "--recompute: got 'maybe', expected a valid boolean"),
+        (["--forward-prefetch", "-1"], "--forward-prefetch: got '-1', expected greater than or equal to 1"),
+        (["--device-speed", "1,fast"], "--device-speed: got 'fast', expected a valid number"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_code_2(odc, tmp_path, arguments, message):

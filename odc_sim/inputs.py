@@ -95,10 +95,11 @@ def _check_cpu(machine: Machine, model: ModelSpec) -> None:
     calibration = machine.calibration
     if calibration is None or "gpu" in calibration.environment or measured_models(model, calibration):
         return
-    known = ", ".join(sorted({fit.model for fit in calibration.fits})) or "no model"
+    names = sorted({fit.model for fit in calibration.fits})
+    instead = f", or use --model {' or '.join(names)}" if names else ""
     raise InputError(
-        f"{machine.name} is a calibration of a CPU, which knows {known}, not {model.name}; "
-        f"measure it: odc calibrate --device cpu --model {model.name}"
+        f"{machine.name} is a calibration of a CPU, which knows {', '.join(names) or 'no model'}, not {model.name}; "
+        f"measure it: odc calibrate --device cpu --model {model.name}{instead}"
     )
 
 
@@ -142,10 +143,9 @@ def _from_plan(study: Study, plan: Plan, model: ModelSpec, machine: Machine, com
         if name in study.model_fields_set and getattr(study, name) != settled.get(
             name, Study.model_fields[name].default
         ):
-            asked = getattr(study, name)
+            asked, own = (_as_typed(value) for value in (getattr(study, name), settled.get(name, "its own")))
             raise InputError(
-                f"--{name.replace('_', '-')} {asked} contradicts {study.plan}, "
-                f"which is for {settled.get(name, 'its own')}; leave it out"
+                f"--{name.replace('_', '-')} {asked} contradicts {study.plan}, which is for {own}; leave it out"
             )
     if study.device_speed and len(study.device_speed) != plan.world_size:
         raise InputError(
@@ -169,6 +169,10 @@ def _from_plan(study: Study, plan: Plan, model: ModelSpec, machine: Machine, com
         given=plan,
         notes=(f"plan {study.plan}: other policies are planned on its minibatches",),
     )
+
+
+def _as_typed(value: Any) -> Any:
+    return ",".join(map(str, value)) if isinstance(value, tuple) else value
 
 
 def balancing_cost(name: str, model: ModelSpec, compute: ComputeCosts) -> Callable[[Lengths], NDArray[np.float64]]:

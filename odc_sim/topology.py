@@ -130,7 +130,7 @@ def make_topology(cluster: "Cluster", world_size: int, collectives: Collectives 
         )
     if world_size > size and world_size % size:
         raise InputError(
-            f"got {world_size} devices, expected a multiple of {size}, the devices of a {cluster.name} node"
+            f"got {world_size} devices, expected a multiple of {size}, the devices of one node of {cluster.name}"
         )
     nics = cluster.inter.nics_per_node if cluster.inter else 1
     group = min(world_size, size)

@@ -106,6 +106,10 @@ class TestControls:
         assert advice.startswith("Use odc + lb-mini")
         assert "The best that stock FSDP2 reaches is +" in advice
 
+    def test_stock_fsdp_is_not_judged_by_few_rows(self):
+        advice = simulate(Study(minibatches=5, policy=PAIR, schedule=("collective", "odc"))).advice
+        assert "The best stock FSDP2 among the rows simulated here is +0%, collective + lb-micro." in advice
+
     def test_a_baseline_that_does_not_fit_is_not_kept(self, tmp_path, equal_lengths):
         text = CLUSTER.format(bytes_per_s=4e11).replace("memory_bytes = 80e9", "memory_bytes = 1.9e10")
         (tmp_path / "small.toml").write_text(text)
@@ -242,6 +246,9 @@ class TestPlansAndStudies:
         for field, value in (("minibatches", 50), ("scale", 0.5), ("workload", "swesmith"), ("policy", ("none",))):
             with pytest.raises(InputError, match=rf"--{field} .* contradicts"):
                 simulate(Study(plan=tmp_path / "plan.json", **{field: value}))
+        both = Study(plan=tmp_path / "plan.json", policy=("lb-micro", "lb-mini"))
+        with pytest.raises(InputError, match=r"--policy lb-micro,lb-mini contradicts .*, which is for lb-mini; leave"):
+            simulate(both)
 
     def test_a_plan_brings_its_balancing_cost_and_fills_the_study(self, tmp_path):
         study = Study(minibatches=10, policy=("lb-mini",), balancing_cost="tokens", workload="swesmith")

@@ -264,7 +264,7 @@ def test_more_parameters_never_take_less_time(one, other, world_size, one_sided,
             "got 16 devices, expected at most 8: h200-nvlink describes one node; "
             r"add an \[inter\] section to its file to use more",
         ),
-        (A100, 12, "got 12 devices, expected a multiple of 8, the devices of a a100-nvswitch-roce node"),
+        (A100, 12, "got 12 devices, expected a multiple of 8, the devices of one node of a100-nvswitch-roce"),
     ],
 )
 def test_numbers_of_devices_that_do_not_fit(cluster, world_size, message):

@@ -62,7 +62,9 @@ def load_results(path: str | Path) -> Loaded:
     if file.is_dir():
         file = file / "results.json"
         if not file.is_file():
-            raise InputError(f"{path}: holds no results.json, expected one or a folder with one")
+            trained = (Path(path) / "steps.csv").is_file()
+            hint = "; it is a run of odc train: use odc validate" if trained else ""
+            raise InputError(f"{path}: holds no results.json, expected one or a folder with one{hint}")
     results = read_results(file)
     data = read_json(file)
     return Loaded(
@@ -76,6 +78,8 @@ def load_results(path: str | Path) -> Loaded:
 def input_differences(a: Loaded, b: Loaded) -> list[InputDifference]:
     """One for each thing that was asked, or drawn, differently."""
     asked_a, asked_b = _asked(a), _asked(b)
+    for one, other in ((asked_a, asked_b), (asked_b, asked_a)):
+        one |= {f"{name} as run": one[name] for name in NAMES if f"{name} as run" in other.keys() - one and name in one}
     found = [
         InputDifference(field=name, a=_text(asked_a, name), b=_text(asked_b, name))
         for name in dict.fromkeys((*asked_a, *asked_b))

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 LEAST_SHARE = 0.0005
 """Causes below this share of GPU time on both sides are left out of the table."""
+LEAST_PREDICTED_S = 1e-6
+"""An error relative to less than this is told of nothing: a clock's tick is thousands of percent of it."""
 DERIVED_NOTE = (
     "(d) derived: what compute spans take beyond the calibration's compute counts as host up to the predicted floors, "
     "then as slowdown; a measurement cannot tell these apart, so wrong compute costs show here too (see units)"
@@ -94,6 +96,8 @@ def step_lines(runs: Sequence[RunValidation]) -> list[str]:
         between_s = each.measured.between_s
         if between_s is None:
             lines.append(f"{each.run.name}: time between minibatches was not recorded")
+        elif between_s <= 0.0:  # two clocks a little apart
+            lines.append(f"{each.run.name}: no time between minibatches")
         else:
             share = 100.0 * between_s / (each.step.measured or 1.0)
             lines.append(
@@ -178,7 +182,9 @@ def _share(name: str, pair: Pair) -> str:
 
 
 def _time(name: str, pair: Pair) -> str:
-    return f"{name:<26} {_seconds(pair.predicted)} {_seconds(pair.measured)} {_signed(pair.percent):>8} %"
+    known = pair.percent is not None and pair.predicted >= LEAST_PREDICTED_S
+    error = f"{_signed(pair.percent):>8} %" if known else f"{'-':>8}"
+    return f"{name:<26} {_seconds(pair.predicted)} {_seconds(pair.measured)} {error}"
 
 
 def _seconds(value: float | None) -> str:

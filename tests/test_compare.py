@@ -64,7 +64,7 @@ class TestInputs:
         assert lines(found) == [
             "devices: 8 -> 16",
             "max_tokens: 65,536 -> 70,000",
-            "hardware as run: (not there) -> other",
+            "hardware as run: a100-nvswitch-roce -> other",
         ]
         assert not found.same_samples
 
@@ -213,6 +213,8 @@ class TestCommand:
         results.write_json(tmp_path / "a" / "results.json", "odc simulate")
         simulate(STUDY.model_copy(update={"hardware": "h200-nvlink"})).write_json(tmp_path / "b.json", "odc simulate")
         (tmp_path / "empty").mkdir()
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / "steps.csv").write_text("")
         (tmp_path / "plan.json").write_text("{}")
         return lambda *arguments: CliRunner().invoke(app, ["compare", *arguments])
 
@@ -243,6 +245,7 @@ class TestCommand:
         [
             ("none", "error: none: no such file"),
             ("empty", "error: empty: holds no results.json, expected one or a folder with one"),
+            ("run", "error: run: holds no results.json, expected one or a folder with one; it is a run of"),
             ("plan.json", "error: plan.json: field 'schema_version': got nothing"),
         ],
     )

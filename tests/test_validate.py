@@ -20,10 +20,11 @@ from odc_sim.metrics import Speedup
 from odc_sim.plans import read_plan, write_plan
 from odc_sim.run_files import read_run, write_config, write_environment, write_steps
 from odc_sim.study import Study
-from odc_sim.table_validate import order_line, run_lines, speedup_lines, step_lines, verdict_line
+from odc_sim.table_validate import _time, order_line, run_lines, speedup_lines, step_lines, verdict_line
 from odc_sim.timeline import Timeline, read_timeline
 from odc_sim.validate import Order, validate
 from odc_sim.validate_predict import predict
+from odc_sim.validate_run import Pair
 
 HARDWARE = "h100-ib"
 CALIBRATION = Path(__file__).parent / "data" / "calibration-small.json"  # of a model "toy" on 4 ranks
@@ -246,6 +247,14 @@ class TestPerturbedRuns:
         assert "1 ms between minibatches" in step_lines([each])[-1]
         write_steps(run, step_rows(plans["lb-mini"], [0.1] * 4, between_s=math.nan))
         assert "was not recorded" in step_lines(check(run).runs)[-1]
+        write_steps(run, step_rows(plans["lb-mini"], [0.1] * 4, between_s=-4e-5))
+        assert step_lines(check(run).runs)[-1] == "odc: no time between minibatches"
+
+
+def test_an_error_of_next_to_nothing_is_not_told():
+    assert _time("head and loss", Pair(predicted=2e-7, measured=8e-4)).split()[-2:] == ["ms", "-"]
+    assert _time("embedding", Pair(predicted=0.0, measured=8e-4)).split()[-2:] == ["ms", "-"]
+    assert _time("layers", Pair(predicted=2e-6, measured=3e-6)).split()[-2:] == ["+50.0", "%"]
 
 
 class TestDifferences:

@@ -34,8 +34,20 @@ def read_hf_config(path: Path) -> ModelSpec:
     config = read_json(file)
     if not isinstance(config, dict):
         raise InputError(f"model config {str(file)!r}: got a JSON {type(config).__name__}, expected an object")
-    name = file.resolve().parent.name if file.name == "config.json" else file.stem
+    name = _folder_name(file) if file.name == "config.json" else file.stem
     return model_from_config(config, name=name, where=str(file))
+
+
+def _folder_name(file: Path) -> str:
+    """The model's name by the folder of its config.json; in the Hugging Face cache by the repository's.
+
+    There folders are models--OWNER--NAME/snapshots/COMMIT, and the file is a link to elsewhere.
+    """
+    folder = Path(os.path.abspath(file)).parent
+    repository = folder.parent.parent.name
+    if folder.parent.name == "snapshots" and repository.startswith("models--"):
+        return repository.split("--")[-1]
+    return folder.name
 
 
 def model_from_config(config: Mapping[str, Any], *, name: str, where: str) -> ModelSpec:

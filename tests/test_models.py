@@ -122,6 +122,16 @@ def test_hf_configs_give_published_totals(tmp_path: Path, config: dict[str, Any]
     assert by_folder.parameters == total
 
 
+def test_a_config_in_the_hugging_face_cache_goes_by_its_repository(tmp_path: Path) -> None:
+    snapshot = tmp_path / "models--Qwen--Qwen2.5-1.5B" / "snapshots" / "8faed761d45a263340a0528343f099c05c9a4323"
+    blob = tmp_path / "models--Qwen--Qwen2.5-1.5B" / "blobs" / "0123abc"
+    for folder in (snapshot, blob.parent):
+        folder.mkdir(parents=True)
+    blob.write_text(json.dumps(QWEN2_1_5B))
+    (snapshot / "config.json").symlink_to(blob)
+    assert load_model(str(snapshot)).name == load_model(f"{snapshot}/config.json").name == "Qwen2.5-1.5B"
+
+
 def test_a_config_of_a_builtin_has_its_shape_but_its_own_name(tmp_path: Path) -> None:
     model = load_model(write_config(tmp_path / "mine", QWEN2_1_5B))
     assert model.same_shape(load_model("qwen2.5-1.5b"))

@@ -585,7 +585,7 @@ def calibrate(
             import importlib.util
 
             if importlib.util.find_spec("torch") is None:
-                raise InputError("calibrate: torch is not installed: pip install 'odc-toolkit[kernels,train]'")
+                raise InputError("calibrate: torch is not installed: pip install 'odc-toolkit[train]'")
             from odc_kernels import calibrate as machine
 
             options = machine.make_options(

@@ -6,6 +6,7 @@ statistics of LongAlign, costs the authors' own fit, transfers the cluster's lin
 several nodes are simulated once more with a network that takes no time (network-free.toml), for comparison.
 """
 
+import argparse
 import csv
 import sys
 from collections.abc import Sequence
@@ -238,7 +239,15 @@ def main(folder: Path, minibatches: int = 1000, seed: int = 0) -> dict[str, dict
     return found
 
 
+def _command_line() -> None:
+    parser = argparse.ArgumentParser(prog="python -m odc_sim.paper", description="The simulator and the paper's table.")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="with paper.csv, as reports/paper-longalign")
+    try:
+        main(parser.parse_args().folder)
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit("usage: python -m odc_sim.paper FOLDER   (a folder with paper.csv)")
-    main(Path(sys.argv[1]))
+    _command_line()

@@ -2,6 +2,8 @@
 
 import csv
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,6 +46,22 @@ def test_the_committed_comparison_is_of_this_code():
         assert cell.bubble_rate == pytest.approx(float(row["bubble_rate"]), abs=0.03)
     summary = json.loads((REPORT / "comparison.json").read_text())
     assert summary["errors"]["1.5B"]["bubble_points"] <= 1.8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--help"], 0, "usage: python -m odc_sim.paper [-h] FOLDER"),
+        (["nowhere"], 2, "error: nowhere/paper.csv: no such file"),
+        ([], 2, "error: the following arguments are required: FOLDER"),
+    ],
+)
+def test_the_command_line_explains_itself(arguments, code, message):
+    command = [sys.executable, "-m", "odc_sim.paper", *arguments]
+    done = subprocess.run(command, cwd=REPORT.parent.parent, capture_output=True, text=True)
+    assert done.returncode == code
+    assert message in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_a_wrong_order_is_found():

@@ -25,7 +25,9 @@ def main(devices: int, hardware: str) -> None:
     measured = 'quick = true\nmodels = ["qwen2.5-1.5b"]'
     studies = Studies(studies=STUDIES, pairs=PAIRS, common=common, calibration=measured)
     command = f"python reports/validation-h200-8gpu/prepare.py {devices} {hardware}"
-    for row in write_campaign(HERE if devices == 8 else HERE / f"runs-{devices}", studies, command):
+    rows = write_campaign(HERE if devices == 8 else HERE / f"runs-{devices}", studies, command)
+    print(*rows[0], sep="\t")
+    for row in rows:
         print(*row.values(), sep="\t")
 
 

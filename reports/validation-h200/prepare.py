@@ -20,7 +20,9 @@ def main(hardware: str) -> None:
     """Write everything."""
     common = {"devices": 2, "minibatches": 40, "minibatch_size": 2, "model": "qwen2.5-1.5b", "hardware": hardware}
     studies = Studies(studies=STUDIES, pairs=PAIRS, common=common)
-    for row in write_campaign(HERE, studies, f"python reports/validation-h200/prepare.py {hardware}"):
+    rows = write_campaign(HERE, studies, f"python reports/validation-h200/prepare.py {hardware}")
+    print(*rows[0], sep="\t")
+    for row in rows:
         print(*row.values(), sep="\t")
 
 

@@ -216,7 +216,7 @@ def test_without_torch(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     done = CliRunner().invoke(app, ["calibrate"])
     assert done.exit_code == 2
-    assert "error: calibrate: torch is not installed: pip install 'odc-toolkit[kernels,train]'\n" in done.output
+    assert "error: calibrate: torch is not installed: pip install 'odc-toolkit[train]'\n" in done.output
 
 
 def test_a_dead_rank_ends_in_one_line_with_the_file_kept(monkeypatch, tmp_path):

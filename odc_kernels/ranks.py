@@ -6,6 +6,7 @@ Several hosts need torchrun instead.
 import multiprocessing
 import os
 import queue
+import signal
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -122,7 +123,8 @@ def run_ranks(
             why = f"rank {rank} was not finished after {timeout_s:g} s"
             failures.append(Failure(rank=rank, kind="stuck", message=why, details=""))
         elif process.exitcode != 0 and not may_die:
-            why = f"rank {rank} died with exit code {process.exitcode}"
+            killed = ": killed, most likely out of memory" if process.exitcode == -signal.SIGKILL else ""
+            why = f"rank {rank} died with exit code {process.exitcode}{killed}"
             failures.append(Failure(rank=rank, kind="died", message=why, details=""))
     if failures:
         lines = [

@@ -57,6 +57,12 @@ class Job:
         return choose_costs(self.spec, machine.cluster, machine.calibration, self.config.recompute)
 
 
+def waits_line(job: Job) -> str:
+    """Where the waits of emulated compute come from, for people."""
+    line = f"emulated: units wait as on {job.calibration or job.config.hardware} ({job.costs().source})"
+    return line if job.calibration or job.resume else f"{line}; --calibration or --hardware: as on another machine"
+
+
 def check(job: Job) -> None:
     """Refuse a run that cannot be.
 

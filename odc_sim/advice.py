@@ -49,7 +49,7 @@ def advise(rows: Sequence[Row], baseline: Row, bound_speedup: float | None, larg
         rival = max(stock, key=_gain)
         close = [row for row in stock if _gain(row) >= _gain(rival) - 0.005]
         rival = min(close, key=lambda row: (EFFORT.index(row.schedule), -_gain(row)))
-        tried = STOCK_BEST <= {(row.schedule, row.policy) for row in rows}
+        tried = {(row.schedule, row.policy) for row in rows} >= STOCK_BEST
         which = "best that stock FSDP2 reaches" if tried else "best stock FSDP2 among the rows simulated here"
         text += f" The {which} is {_gain(rival) - 1.0:+.0%}, {_name(rival)}."
     deferred = [row for row in running if row.schedule == "collective-deferred"]

@@ -111,7 +111,7 @@ def test_a_resumed_run_has_the_losses_of_an_unbroken_one(unbroken, tmp_path):
     assert run.config.steps == STEPS
 
 
-def test_an_emulated_run_of_ones_own_model_keeps_what_it_was_made_of(tmp_path):
+def test_an_emulated_run_of_ones_own_model_keeps_what_it_was_made_of(tmp_path, capfd):
     tiny = {"model_type": "qwen2", "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
     tiny |= {"num_hidden_layers": 2, "intermediate_size": 64, "vocab_size": 50}
     (tmp_path / "mine.json").write_text(json.dumps(tiny))
@@ -121,6 +121,7 @@ def test_an_emulated_run_of_ones_own_model_keeps_what_it_was_made_of(tmp_path):
     own = {"schedule": "collective", "device": "cpu", "compute": "emulated", "calibration": calibration}
     options = Options(**own, checkpoint_every=1, steps=2, warmup_steps=0)
     train(make_job(options, fields, resume=False, **rest))
+    assert capfd.readouterr().err.startswith(f"emulated: units wait as on {calibration} (")
     train(make_job(Options(steps=3), {}, resume=True, **rest))
     run = read_run(tmp_path / "run")
     assert len(run.steps) == 3
@@ -190,7 +191,7 @@ def test_a_dead_rank_ends_the_run_in_one_line(tmp_path, schedule):
     rest = process.stderr.read()
     assert process.wait(30) == 1, rest
     assert time.monotonic() - began_s < 20
-    assert rest.splitlines()[-1] == "error: rank 1 died with exit code -9"
+    assert rest.splitlines()[-1] == "error: rank 1 died with exit code -9: killed, most likely out of memory"
     assert len(read_run(tmp_path / "run").steps) >= 3
 
 

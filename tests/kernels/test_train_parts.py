@@ -21,7 +21,7 @@ from odc_kernels.train import _join_torchrun  # noqa: E402
 from odc_kernels.train_clock import Exchange, Stamps, offset_s, offset_to_rank_0  # noqa: E402
 from odc_kernels.train_data import Synthetic, Tokenized, microbatches  # noqa: E402
 from odc_kernels.train_faults import Peak, Place, not_finite, out_of_memory, tokens_that_fit  # noqa: E402
-from odc_kernels.train_job import peak_flops, warmup_minibatches  # noqa: E402
+from odc_kernels.train_job import peak_flops, waits_line, warmup_minibatches  # noqa: E402
 from odc_kernels.train_options import Options, make_job  # noqa: E402
 from odc_kernels.train_progress import line  # noqa: E402
 from odc_kernels.train_recorder import Recorder  # noqa: E402
@@ -216,6 +216,14 @@ def test_flags_that_are_not_given_are_filled_in():
     assert (job.plan.world_size, job.plan.num_minibatches, job.plan.policy) == (3, 4, "lb-micro")
     assert (job.config.steps, job.config.gather_dtype, job.config.hardware) == (2, "bf16", "")
     assert make({"model": "tiny"}, compute="emulated").config.hardware == "a100-nvswitch-roce"
+
+
+def test_emulated_compute_says_whose_time_it_takes():
+    job = make({"model": "qwen2.5-1.5b", "scale": 0.01}, compute="emulated", steps=1)
+    assert waits_line(job) == (
+        "emulated: units wait as on a100-nvswitch-roce (A100 fit of qwen2.5-1.5b in the paper's reference code); "
+        "--calibration or --hardware: as on another machine"
+    )
 
 
 def test_a_plan_file_is_what_is_run(tmp_path):

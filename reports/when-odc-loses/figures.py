@@ -1,4 +1,4 @@
-"""Draws the figures and prints the tables of docs/when-odc-loses.md from the sweeps' CSV files beside this script.
+"""Draws the figures and prints most tables of docs/when-odc-loses.md from the sweeps' CSV files beside this script.
 
     python reports/when-odc-loses/figures.py
 

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
     from odc_sim.api import Simulation
     from odc_sim.doctor import Check
+    from odc_sim.length_stats import LengthStats
     from odc_sim.study import Study
+    from odc_sim.workload import Workload as LoadedWorkload
 
 app = typer.Typer(
     name="odc",
@@ -435,21 +437,24 @@ def workloads(
         from odc_sim.table_lengths import print_lengths, workloads_table
         from odc_sim.workload import builtin_workloads, describe, load_workload, workload_from_lengths
 
-        rng = np.random.default_rng(0)
+        def statistics(workload: "LoadedWorkload") -> "LengthStats":
+            return describe(workload, np.random.default_rng(0))  # the same draw in the list and alone
+
         if name is None:
             found = [load_workload(known) for known in builtin_workloads()]
             if json_output:
                 _echo_json([w.as_dict() for w in found])
             else:
-                _console().print(workloads_table([(w, describe(w, rng)) for w in found]))
+                _console().print(workloads_table([(w, statistics(w)) for w in found]))
+                typer.echo("mean, p50, p90: of all lengths of a recorded list, of 10,000 samples drawn of the others")
             return
         is_lengths = Path(name).suffix in (".txt", ".csv", ".jsonl", ".parquet")
         workload = workload_from_lengths(read_lengths(name), Path(name).stem) if is_lengths else load_workload(name)
-        stats = describe(workload, rng)
+        stats = statistics(workload)
         if json_output:
             _echo_json({**workload.as_dict(), "statistics": stats.as_dict()})
             return
-        print_lengths(stats, _console(), workload.name)
+        print_lengths(stats, _console(), workload.name, drawn=workload.recorded is None)
         typer.echo(f"\n{workload.description}\nevidence: {workload.evidence}")
 
 
@@ -465,7 +470,7 @@ def models(
     with _one_line_errors():
         from dataclasses import asdict
 
-        from odc_sim.models import builtin_models, load_model
+        from odc_sim.models import builtin_models, load_model, short_count
 
         specs = [load_model(known) for known in ([name] if name else builtin_models())]
         counts = ("parameters", "layer_parameters", "root_parameters", "matmul_parameters")
@@ -474,8 +479,9 @@ def models(
             return
         for spec in specs:
             typer.echo(
-                f"{spec.name:14} {spec.parameters / 1e9:7.3f} B parameters  {spec.layers:3} layers of "
-                f"{spec.layer_parameters / 1e6:7.1f} M  root {spec.root_parameters / 1e6:7.1f} M  hidden {spec.hidden}"
+                f"{spec.name:14} {short_count(spec.parameters):>6} parameters  {spec.layers:3} layers of "
+                f"{short_count(spec.layer_parameters):>6}  root {short_count(spec.root_parameters):>6}  "
+                f"hidden {spec.hidden}"
             )
 
 
@@ -494,7 +500,7 @@ def hardware(
 
         from odc_sim.errors import InputError
         from odc_sim.hardware import builtin_hardware, hardware_text
-        from odc_sim.machine import load_machine
+        from odc_sim.machine import load_machine, replaced
 
         if toml:
             if name is None:
@@ -504,17 +510,19 @@ def hardware(
             typer.echo(hardware_text(name), nl=False)
             return
 
-        clusters = [load_machine(known).cluster for known in ([name] if name else builtin_hardware())]
+        machines = [load_machine(known) for known in ([name] if name else builtin_hardware())]
         if json_output:
-            _echo_json([asdict(cluster) for cluster in clusters])
+            _echo_json([asdict(machine.cluster) for machine in machines])
             return
-        for cluster in clusters:
+        for machine in machines:
+            cluster = machine.cluster
             typer.echo(
                 f"{cluster.name:20} {cluster.devices_per_node} x {cluster.device.name}  "
                 f"{cluster.device.peak_flops / 1e12:.0f} TFLOP/s  {cluster.device.memory_bytes / 1e9:.0f} GB  "
                 f"{cluster.intra.bytes_per_s / 1e9:.0f} GB/s inside a node"
             )
             if name:
+                instead = replaced(machine.calibration)
                 for part in ("device", "intra", "inter", "host", "efficiency"):
                     section = getattr(cluster, part)
                     if section is not None:
@@ -526,6 +534,10 @@ def hardware(
                             )
                         )
                         typer.echo(f"    source: {section.source}")
+                        if part in instead:
+                            typer.echo(f"    instead: {instead[part]}")
+                if machine.note:
+                    typer.echo(machine.note)
 
 
 @app.command(

@@ -57,6 +57,21 @@ def load_machine(name_or_path: str) -> Machine:
     return Machine(name=Path(name_or_path).stem, cluster=cluster, calibration=calibration, note=note)
 
 
+def replaced(calibration: Calibration | None) -> dict[str, str]:
+    """What is simulated with instead of a cluster's own numbers, by its section and in words."""
+    if calibration is None:
+        return {}
+    moved = [op for ops in OPS.values() for op in ops if any(used(row, op) for row in calibration.transfers)]
+    timed = ["copies"] * bool(calibration.copies) + ["optimizer"] * bool(calibration.optimizer)
+    models = sorted({fit.model for fit in calibration.fits})
+    found = {
+        "device": f"the calibration's times of {' and '.join(timed)}, not hbm_bytes_per_s" if timed else "",
+        "intra": f"the calibration's times of {', '.join(moved)}" if moved else "",
+        "efficiency": f"the calibration's times of {', '.join(models)}" if models else "",
+    }
+    return {section: text for section, text in found.items() if text}
+
+
 def _calibrated(calibration: Calibration) -> Cluster:
     """The built-in cluster of the same GPU with what was measured put in."""
     return _put_in(calibration, load_cluster(_built_in_like(str(_gpu(calibration).get("name", "")))))

@@ -117,6 +117,15 @@ class ModelSpec:
         return replace(self, name=other.name) == other
 
 
+def short_count(number: float) -> str:
+    """Three digits and K, M or B: 7.62 B."""
+    for letter, size in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if number >= 0.9995 * size:
+            value = number / size
+            return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f} {letter}"
+    return f"{number:.0f}"
+
+
 def model_flops(model: ModelSpec, lengths: npt.ArrayLike) -> float:
     """FLOPs one forward and backward needs for samples of these `lengths` [n] (tokens), summed; recompute not counted.
 

@@ -67,11 +67,11 @@ def histogram_lines(stats: LengthStats, width: int = 80, symbols: bool = True) -
     return lines
 
 
-def print_lengths(stats: LengthStats, console: "Console", name: str = "") -> None:
-    """Name, percentiles and histogram of lengths; plain text when piped."""
+def print_lengths(stats: LengthStats, console: "Console", name: str = "", drawn: bool = False) -> None:
+    """Name, percentiles and histogram of lengths, `drawn` or all there are; plain text when piped."""
     symbols = console.encoding.lower().startswith("utf")
     start = f"{name}: " if name else ""
-    text = f"{start}{stats.num_samples:,} samples, {stats.total_tokens:,} tokens"
+    text = f"{start}{stats.num_samples:,} samples{' drawn' * drawn}, {stats.total_tokens:,} tokens"
     if stats.group_correlation is not None:
         text += f", correlation of one prompt's rollouts {stats.group_correlation:.2f}"
     console.print(text, style="bold", markup=False, highlight=False)

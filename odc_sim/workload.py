@@ -8,7 +8,7 @@ Everything random comes from the numpy Generator passed in, so a seed fixes the 
 
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -73,6 +73,11 @@ class Workload:
     def max_tokens(self) -> int:
         """The longest sample it can produce, in tokens."""
         return self.source.max_tokens
+
+    @property
+    def recorded(self) -> Lengths | None:
+        """The list of lengths it draws from; None for a mixture."""
+        return self.source.lengths if isinstance(self.source, Recorded) else None
 
     def longest(self, scale: float = 1.0) -> int:
         """`max_tokens` after `scale_lengths` by `scale`."""
@@ -210,6 +215,9 @@ def workload_from_lengths(lengths: npt.ArrayLike, name: str, in_order: bool = Fa
 
 
 def describe(workload: Workload, rng: np.random.Generator, n: int = 10_000) -> LengthStats:
-    """Statistics of `n` samples; for RL also the correlation between siblings."""
+    """Statistics of all lengths of a list, else of `n` samples; for RL also the correlation between drawn siblings."""
     samples = workload.sample(n, rng)
-    return length_stats(samples.lengths, samples.groups)
+    drawn = length_stats(samples.lengths, samples.groups)
+    if workload.recorded is None:
+        return drawn
+    return replace(length_stats(workload.recorded), group_correlation=drawn.group_correlation)

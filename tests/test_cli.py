@@ -118,9 +118,13 @@ def test_a_plan_takes_every_field_too(odc, tmp_path):
         (["workloads"], ["longalign", "aime-qwen3", "deepseek-r1"]),
         (["workloads", "longalign"], ["p50", "evidence:", "█"]),
         (["models"], ["qwen2.5-32b", "llama-65b"]),
-        (["models", "qwen2.5-7b"], ["7.616 B parameters"]),
+        (["models", "qwen2.5-7b"], ["7.62 B parameters", "233 M  root", "hidden 3584"]),
+        (["models", "tiny"], ["181 K parameters", "37.1 K  root 32.8 K"]),
         (["hardware"], ["a100-nvswitch-roce", "h200-nvlink"]),
-        (["hardware", "h200-nvlink"], ["source:", "host", "efficiency"]),
+        (["workloads", "longalign"], ["10,000 samples drawn, "]),
+        (["workloads", "prolong-docs"], ["77,932 samples, "]),
+        (["workloads"], ["16,345", "1,527", "10,000 samples drawn"]),
+        (["hardware", "h200-nvlink"], ["source:", "host", "efficiency", "calibration: h200"]),
         (["--version"], ["0"]),
         (["--help"], ["simulate", "plan", "workloads", "models", "hardware"]),
         (["simulate", "--help"], ["Example:", "--policy", "--config"]),
@@ -131,6 +135,14 @@ def test_listings(odc, command, expected):
     output = odc(*command).stdout
     for text in expected:
         assert text in output
+
+
+def test_numbers_that_a_calibration_replaces_are_marked(odc):
+    text = odc("hardware", "h200-nvlink").stdout
+    assert "    instead: the calibration's times of all_gather, reduce_scatter, gather, scatter_accumulate\n" in text
+    assert "    instead: the calibration's times of copies and optimizer, not hbm_bytes_per_s\n" in text
+    assert "    instead: the calibration's times of qwen2.5-1.5b, qwen2.5-14b, " in text
+    assert "instead" not in odc("hardware", "generic").stdout
 
 
 @pytest.mark.parametrize("command", [["workloads"], ["workloads", "swesmith"], ["models"], ["hardware", "generic"]])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from odc_sim.errors import InputError
-from odc_sim.models import ModelSpec, builtin_models, load_model, model_flops
+from odc_sim.models import ModelSpec, builtin_models, load_model, model_flops, short_count
 
 LLAMA3_8B = {
     "model_type": "llama",
@@ -130,6 +130,21 @@ def test_a_config_in_the_hugging_face_cache_goes_by_its_repository(tmp_path: Pat
     blob.write_text(json.dumps(QWEN2_1_5B))
     (snapshot / "config.json").symlink_to(blob)
     assert load_model(str(snapshot)).name == load_model(f"{snapshot}/config.json").name == "Qwen2.5-1.5B"
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (12, "12"),
+        (32_832, "32.8 K"),
+        (999_600, "1.00 M"),
+        (99_960_000, "100 M"),
+        (233_057_792, "233 M"),
+        (7_615_616_512, "7.62 B"),
+    ],
+)
+def test_counts_have_three_digits(number: int, text: str) -> None:
+    assert short_count(number) == text
 
 
 def test_a_config_of_a_builtin_has_its_shape_but_its_own_name(tmp_path: Path) -> None:

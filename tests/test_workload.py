@@ -250,6 +250,12 @@ def test_describe():
     assert describe(load_workload("longalign"), rng(), n=100).group_correlation is None
 
 
+def test_a_recorded_list_is_described_whole():
+    stats = describe(load_workload("deepseek-r1"), rng(), n=100)
+    assert (stats.num_samples, round(stats.mean)) == (20_000, 1_527)
+    assert describe(workload_from_lengths([5, 7], "mine"), rng()).num_samples == 2
+
+
 def test_length_stats_by_hand():
     stats = length_stats(np.array([1, 10, 100, 1000]), bins=3)
     assert (stats.total_tokens, stats.mean, stats.p50, stats.min, stats.max) == (1111, 277.75, 55, 1, 1000)

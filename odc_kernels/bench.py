@@ -23,6 +23,8 @@ import torch
 import torch.distributed as dist
 
 from odc_kernels.bench_cases import (
+    BF16_BYTES,
+    FP32_BYTES,
     Buffers,
     Case,
     all_gather_case,
@@ -52,7 +54,6 @@ PIECES = (1, 2, 4, 8)
 """How many copies a gather makes, tried at one size: those of 2, 3, 5 and 9 ranks."""
 GEMM_SIZES = (LARGE_GEMM, 4096)
 """Products of about 1.4 and 0.2 ms on an H200: kernels wait for the multiprocessors until one ends."""
-BF16_BYTES, FP32_BYTES = 2, 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -23,6 +23,7 @@ from odc_kernels.window import Window
 from odc_sim.calibration import TransferOp
 
 CPU_CACHE_BYTES = 32 << 20
+BF16_BYTES, FP32_BYTES = 2, 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

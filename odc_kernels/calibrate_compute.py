@@ -32,8 +32,9 @@ ROOT_STEPS: tuple[Part, ...] = (
     ("head_loss", "backward_recompute"),
 )
 LONG_TOKENS = 4096
-LEAD_TOKENS = 24_000
 """Shorter microbatches are ruled by the floor; two fits are compared from here on."""
+LEAD_TOKENS = 24_000
+"""Of the layer that gives the host its lead."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -90,15 +91,9 @@ class Measured:
     @property
     def typical(self) -> Beside:
         """Medians over rounds, means over ranks."""
-
-        def over(values: Callable[[Beside], float]) -> float:
-            return statistics.mean(statistics.median(map(values, rounds)) for rounds in self.rounds)
-
-        steps = range(len(self.rounds[0][0].alone_s))
+        found = {name: np.median(values, axis=1).mean(axis=0).tolist() for name, values in self._seconds().items()}
         return Beside(
-            alone_s=tuple(over(lambda each, i=i: each.alone_s[i]) for i in steps),  # type: ignore[misc]
-            beside_s=tuple(over(lambda each, i=i: each.beside_s[i]) for i in steps),  # type: ignore[misc]
-            transfer_s=over(lambda each: each.transfer_s),
+            alone_s=tuple(found["alone_s"]), beside_s=tuple(found["beside_s"]), transfer_s=found["transfer_s"]
         )
 
     @property
@@ -109,12 +104,13 @@ class Measured:
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-able."""
+        return {"late": self.late, **self._seconds()}
+
+    def _seconds(self) -> dict[str, list[list[Any]]]:
+        """[ranks][rounds] of each field."""
         return {
-            "late": self.late,
-            **{
-                name: [[getattr(each, name) for each in rounds] for rounds in self.rounds]
-                for name in ("alone_s", "beside_s", "transfer_s")
-            },
+            name: [[getattr(each, name) for each in rounds] for rounds in self.rounds]
+            for name in ("alone_s", "beside_s", "transfer_s")
         }
 
 
@@ -230,7 +226,8 @@ class _Stage:
                 step()
         synchronize(device)
         each = len(scene.beside) + 1  # the last interval of these lies between two scenes
-        times = [_seconds(steps, steps)[i::each] for i in range(each - 1)]
+        intervals_s = _seconds(steps, steps)
+        times = [intervals_s[i::each] for i in range(each - 1)]
         alone, beside = ([statistics.mean(step[LEAD + odd :: 2]) for step in times] for odd in (0, 1))
         transfer_s = statistics.mean(_seconds(transfers, steps)[::2][LEAD // 2 :])
         return Beside(alone_s=tuple(alone), beside_s=tuple(beside), transfer_s=transfer_s), late / count

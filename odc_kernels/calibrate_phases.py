@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from odc_kernels.bench_cases import Buffers
+from odc_kernels.bench_cases import BF16_BYTES, Buffers
 from odc_kernels.bench_files import hbm_bytes_per_s
 from odc_kernels.calibrate_compute import fits_of, measure_model, samples_of
 from odc_kernels.calibrate_copies import PARTS, measure_copies
@@ -56,8 +56,7 @@ WAITING_BYTES = (16 * MIB, 64 * MIB)
 QUICK_WAITING_BYTES = (64 * MIB,)
 LAYERS_BESIDE = 2
 """Models whose layers transfers are timed beside."""
-BF16_ITEMSIZE, FP32_ITEMSIZE = 2, 4
-FP32_BYTES = (64 << 10, MIB, 64 * MIB)
+FP32_SIZES = (64 << 10, MIB, 64 * MIB)
 CEILING_PRODUCT = {"cuda": 8192, "cpu": 512}
 MEMORY_SHARE = 0.6
 """Of the free memory, for transfer buffers."""
@@ -147,7 +146,7 @@ class Lab:
 
     def _fp32(self, ways: list[Way]) -> None:
         """A few sizes of fp32 parameters."""
-        sizes = [size for size in FP32_BYTES if size in self._agreed_sizes()]
+        sizes = [size for size in FP32_SIZES if size in self._agreed_sizes()]
         self.draft.transfers += measure_alone(ways, sizes, self.pace, self.effort["transfers"], say=self.talk.say)
 
     def compute(self, name: str) -> None:
@@ -203,13 +202,14 @@ class Lab:
         """What transfers of a layer's own size cost that layer."""
         shards: dict[str, int] = {}
         for name, spec in zip(self.options.models[:LAYERS_BESIDE], self.specs, strict=False):
-            shards[name] = shard_bytes(spec.layer_parameters, self.world_size)
-            if shards[name] > self._agreed_sizes()[-1]:
+            shard = shard_bytes(spec.layer_parameters, self.world_size)
+            if shard <= self._agreed_sizes()[-1]:
+                shards[name] = shard
+            else:
                 self.draft.left_out.append(f"transfers beside a layer of {spec.name}: no memory for its shards")
-                del shards[name]
         if not shards:
             return
-        buffers = Buffers.allocate(room_bytes(list(shards.values()), self.device) // BF16_ITEMSIZE, self.device)
+        buffers = Buffers.allocate(room_bytes(list(shards.values()), self.device) // BF16_BYTES, self.device)
         self._beside_layers(collectives(buffers), shards, **options)
         with one_sided(buffers, self.options.backend) as ways:
             self._beside_layers(ways, shards, **options)
@@ -217,8 +217,7 @@ class Lab:
     def _beside_layers(self, ways: list[Way], shards: dict[str, int], **options: Any) -> None:
         say, effort = self.talk.say, self.effort["transfers"]
         for name, shard in shards.items():
-            sizes = [shard * way.itemsize // FP32_ITEMSIZE for way in ways]
-            alone = [measure_alone([w], [n], self.pace, effort, say=say)[0] for w, n in zip(ways, sizes, strict=True)]
+            alone = [measure_alone([w], [w.bytes_of(shard)], self.pace, effort, say=say)[0] for w in ways]
             found = beside_layers(ways, alone, name, self.pace, say=say, **options)
             self.draft.transfers += found.samples
             self.draft.beside_layers += found.raw
@@ -231,7 +230,7 @@ class Lab:
         return tuple(size for size in sizes if size <= most)
 
     def _buffers(self) -> Buffers:
-        return Buffers.allocate(room_bytes(self._agreed_sizes(), self.device) // BF16_ITEMSIZE, self.device)
+        return Buffers.allocate(room_bytes(self._agreed_sizes(), self.device) // BF16_BYTES, self.device)
 
     def _agreed_free_bytes(self) -> float:
         """Of the rank that has least: what one leaves out, none may wait for."""
@@ -252,7 +251,7 @@ class Lab:
         self.draft.transfers += alone
         shards = [n for n in unit_shards(self.specs, self.world_size) if n <= sizes[-1]]
         for way in ways:
-            checked = [n * way.itemsize // FP32_ITEMSIZE for n in shards]
+            checked = [way.bytes_of(n) for n in shards]
             self.draft.checks += interpolation_checks(
                 alone, measure_alone([way], checked, self.pace, effort, say=say) if checked else []
             )

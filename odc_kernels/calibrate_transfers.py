@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 
 from odc_kernels.bench_cases import (
+    BF16_BYTES,
+    FP32_BYTES,
     Buffers,
     Case,
     all_gather_case,
@@ -31,7 +33,6 @@ from odc_kernels.window import BackendName, open_window
 from odc_sim.calibration import TransferSample
 from odc_sim.transfers import best_times, interpolate
 
-BF16_BYTES, FP32_BYTES = 2, 4
 CHECKED_BYTES = 16 * MIB
 """Results are compared with float64 sums up to this size; beyond, that would need more memory than training does."""
 BESIDE_PRODUCTS = (4096, 8192)
@@ -48,6 +49,10 @@ class Way:
     op: str
     itemsize: int
     make: MakeCase
+
+    def bytes_of(self, fp32_bytes: int) -> int:
+        """Of as many elements as `fp32_bytes` are in fp32."""
+        return fp32_bytes * self.itemsize // FP32_BYTES
 
     def case(self, num_bytes: int, device: torch.device) -> Case:
         """Shards of `num_bytes`."""

@@ -11,7 +11,7 @@ import torch
 
 from odc_kernels import launch
 from odc_kernels.copies import Batch, copy_batch
-from odc_kernels.window import Window, check_shards
+from odc_kernels.window import Window, check_shards, others_in_turn
 from odc_sim.errors import InputError, unknown_name
 
 Method = Literal["auto", "copy", "triton"]
@@ -55,8 +55,7 @@ def gather(
     if method == "triton":
         _pull(window, output, shard_numel, offset, skip_self)
         return
-    # From the next rank on, the own shard last: no two ranks read from the same peer at the same time.
-    peers = [(window.rank + step) % window.world_size for step in range(1, window.world_size + (not skip_self))]
+    peers = others_in_turn(window) + [window.rank] * (not skip_self)
     if window.reaches_all and output.dtype == window.dtype:
         num_bytes = shard_numel * output.element_size()
         start_bytes, target = offset * output.element_size(), output.data_ptr()
@@ -80,7 +79,7 @@ def prepare(window: Window, shard_numel: int, offset: int) -> Batch | None:
         return None
     if faster(num_peers, num_peers * num_bytes) == "triton":
         return None
-    peers = [(window.rank + step) % window.world_size for step in range(1, window.world_size)]
+    peers = others_in_turn(window)
     addresses = [window.pointers[peer] + offset * window.dtype.itemsize for peer in peers]
     return Batch(peers, addresses, num_bytes, window.device)
 

@@ -17,7 +17,7 @@ import torch
 
 from odc_kernels import launch
 from odc_kernels.copies import Batch, copy_batch
-from odc_kernels.window import Window, check_shards
+from odc_kernels.window import Window, check_shards, others_in_turn
 from odc_sim.errors import InputError, unknown_name
 
 Method = Literal["auto", "triton", "torch"]
@@ -106,7 +106,7 @@ def prepare_overwrite(window: Window, shard_numel: int, offset: int) -> Batch | 
     if window.device.type == "cpu" or not window.reaches_all or window.world_size == 1 or shard_numel == 0:
         return None
     start = offset + window.rank * _slot_numel(window, deterministic=True)
-    peers = [(window.rank + step) % window.world_size for step in range(1, window.world_size)]
+    peers = others_in_turn(window)
     addresses = [window.pointers[peer] + start * window.dtype.itemsize for peer in peers]
     return Batch(peers, addresses, shard_numel * window.dtype.itemsize, window.device)
 
@@ -162,7 +162,7 @@ def _slot_numel(window: Window, deterministic: bool) -> int:
 
 
 def _replace(window: Window, chunks: torch.Tensor, start: int, *, skip_self: bool) -> None:
-    peers = [(window.rank + step) % window.world_size for step in range(1, window.world_size)]
+    peers = others_in_turn(window)
     if not _replace_in_batch(window, chunks, start, peers):
         for peer in peers:
             window.write(chunks[peer], peer, start)
@@ -181,8 +181,7 @@ def _replace_in_batch(window: Window, chunks: torch.Tensor, start: int, peers: l
 
 
 def _push_torch(window: Window, chunks: torch.Tensor, start: int, scale: float, *, exclusive: bool) -> None:
-    for step in range(1, window.world_size + 1):
-        peer = (window.rank + step) % window.world_size
+    for peer in (*others_in_turn(window), window.rank):
         target = window.peers[peer]
         if target is None or window.lock is None:  # pragma: cuda-only
             raise InputError("scatter_accumulate with method 'torch': only for windows of the backend 'cpu'")

@@ -206,6 +206,11 @@ def _check_agreement(what: str, meeting: Rendezvous, wanted: list[dict[str, Any]
             )
 
 
+def others_in_turn(window: Window) -> list[int]:
+    """All other ranks, from the next one on: no two ranks turn to the same one at the same time."""
+    return [(window.rank + step) % window.world_size for step in range(1, window.world_size)]
+
+
 def check_shards(window: Window, whole: torch.Tensor, offset: int, room: int) -> int:
     """The elements a shard of `whole` [world_size * shard] has, checked to lie within `room` elements from `offset` on.
 

@@ -94,20 +94,19 @@ class Lab:
         self.effort = _effort(options)
 
     def phases(self) -> list[tuple[str, Callable[[], None]]]:
-        """Name and function of each, the most useful first."""
+        """Name and function of each; what takes longest, and is of one model only, last."""
         found: list[tuple[str, Callable[[], None]]] = [("ceilings", self.ceilings)]
         if self.world_size > 1:
             found += [("collectives", self.collectives), ("one-sided transfers", self.one_sided)]
         else:
             self.draft.left_out.append("transfers: there is only one rank")
-        found += [(f"compute of {name}", partial(self.compute, name)) for name in self.options.models]
         found.append(("copies", self.copies))
         found.append(("optimizer and publish", self.optimizer))
         if self.options.on_gpu:  # a CPU is its own host, and its transfers run beside nothing
             found.append(("host", self.host))  # pragma: cuda-only
             if self.world_size > 1:  # pragma: cuda-only
                 found.append(("transfers beside layers", self.beside_layers))
-        return found
+        return found + [(f"compute of {name}", partial(self.compute, name)) for name in self.options.models]
 
     def ceilings(self) -> None:
         """A large product and a large copy. The peer copy comes from the transfers."""

@@ -34,8 +34,8 @@ FIRST_S = 4.0
 """What took less the first time, with all that is set up then, is tried once more to learn what it takes."""
 MOST_LATE, LONGEST_LEAD_S = 0.2, 0.5
 """In what part of a pass the device may have waited for the host, and the lead beyond which nothing more is tried."""
-WARM_S = 0.3
-"""Of untimed rounds before the timed ones: a GPU's clock follows what it has been doing."""
+WARM_S = 0.15
+"""Of untimed rounds, with their leads, before the timed ones: a GPU's clock follows what it has been doing."""
 HEAT_S = 0.5
 """Of products before a group of measurements."""
 
@@ -170,6 +170,13 @@ class Pace:
         ]
         return seconds, late / count
 
+    def lead_s(self, seconds: float) -> float:
+        """What a lead of so long takes, in whole pieces of work."""
+        return self._lead_calls(seconds) * self._work_s
+
+    def _lead_calls(self, seconds: float) -> int:
+        return math.ceil(seconds / self._work_s)
+
     def _finish(self) -> None:
         if self.device.type == "cuda":  # pragma: cuda-only
             torch.cuda.synchronize(self.device)
@@ -178,7 +185,7 @@ class Pace:
         """Other work; what is returned has happened when the device is through with it. None: there is no such work."""
         if seconds <= 0:
             return None
-        for _ in range(math.ceil(seconds / self._work_s)):
+        for _ in range(self._lead_calls(seconds)):
             self._work()
         end = torch.cuda.Event()
         end.record()
@@ -260,13 +267,13 @@ def _survey(item: Item, pace: Pace) -> tuple[float, float] | None:
     if total_s < FIRST_S:
         total_s, host_s = (agree_max(value, device) for value in pace.once(steps))
     behind = device.type == "cuda" and total_s < 3 * host_s
-    return max(total_s, 1e-9), 1.5 * host_s if behind else 0.0
+    return max(total_s, 1e-9), pace.lead_s(1.5 * host_s) if behind else 0.0
 
 
 def _plan(total_s: float, lead_s: float, effort: Effort, device: torch.device, communicates: bool) -> Plan:
     long = total_s >= LONG_S
     # a CPU does not clock higher for having rested
-    untimed = min(200, math.ceil(WARM_S / total_s)) if device.type == "cuda" else int(not long)
+    untimed = min(200, math.ceil(WARM_S / (lead_s + total_s))) if device.type == "cuda" else int(not long)
     return Plan(
         untimed=untimed,
         samples=2 if long else max(3, min(effort.most, int(effort.budget_s / total_s))),

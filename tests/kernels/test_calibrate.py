@@ -293,7 +293,7 @@ def test_long_steps_need_few_samples_and_short_ones_a_run_up():
     long = _plan(2 * LONG_S, 0.0, EFFORT, gpu, False)
     assert (long.untimed, long.samples, long.long) == (1, 2, True)
     short = _plan(0.01, 0.02, EFFORT, gpu, False)
-    assert (short.untimed, short.samples, short.lead_s) == (30, 3, 0.02)
+    assert (short.untimed, short.samples, short.lead_s) == (5, 3, 0.02)  # rounds of 30 ms
     assert _plan(1e-4, 0.0, EFFORT, gpu, False).samples == EFFORT.most
     assert _plan(0.01, 0.0, EFFORT, cpu, True).clock is time.perf_counter
     assert _plan(0.01, 0.0, EFFORT, cpu, False).clock is time.thread_time
@@ -644,7 +644,7 @@ def test_the_report_of_something_else(tmp_path):
 
 
 def test_the_lead_of_a_layer_is_a_forward_that_leaves_nothing_behind(monkeypatch):
-    monkeypatch.setattr(calibrate_compute, "LEAD_TOKENS", 300)
+    monkeypatch.setattr(calibrate_compute, "LEAD_ELEMENTS", 300 * 64)
     model = lm.build_lm("tiny", device=torch.device("cpu"), num_layers=1, recompute=False)
     lead = calibrate_compute._lead(model, torch.device("cpu"))
     lead()

@@ -4,29 +4,32 @@
     compute       copy out | forward     ...  backward | copy out | backward
 
 Matrix products back to back tell something else. A layer begins with small kernels that are bound by memory, as the
-transfer is, and kernels launched beside a collective find multiprocessors taken: in training a layer lost most of the
-time that a collective took, where products of 1.7 ms lost nothing (reports/validation-h200).
+transfer is, and kernels launched beside a collective find multiprocessors taken. FSDP2's own copies on other streams
+take memory and multiprocessors too: in training a layer lost more beside its copy-in than beside a gather that
+followed (reports/validation-h200).
 """
 
 import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from odc_kernels.calibrate_compute import layer_steps
-from odc_kernels.calibrate_copies import steps_of
+from odc_kernels.calibrate_copies import shards_of, steps_of
 from odc_kernels.calibrate_shapes import layer_tensors
 from odc_kernels.calibrate_timing import Pace, Step
 from odc_kernels.calibrate_transfers import Way
 from odc_kernels.collector import collected_between
 from odc_kernels.timing import Call, Marks, agree_max, estimate, summarize, synchronize
-from odc_sim.calibration import TransferSample
+from odc_sim.calibration import CopyOp, CopySample, TransferSample
 from odc_sim.models import load_model
+
+Sample = TypeVar("Sample", TransferSample, CopySample)
 
 LAYER_TOKENS = 8192
 """Enough for the device to be slower than the host, few enough for a transfer to be seen in a layer's time."""
@@ -115,15 +118,15 @@ class Measured:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BesideLayers:
-    """What `beside_layers` found."""
+class BesideLayers(Generic[Sample]):
+    """What `transfers_beside_layer` or `copies_beside_layer` found."""
 
-    samples: tuple[TransferSample, ...]
+    samples: tuple[Sample, ...]
     raw: tuple[dict[str, Any], ...]
     left_out: tuple[str, ...]
 
 
-def beside_layers(
+def transfers_beside_layer(
     ways: Sequence[Way],
     alone: Sequence[TransferSample],
     model: str,
@@ -131,7 +134,7 @@ def beside_layers(
     *,
     say: Callable[[str], None],
     tokens: int = LAYER_TOKENS,
-) -> BesideLayers:
+) -> BesideLayers[TransferSample]:
     """For each way its sample in `alone` of a shard of the model's layer, with what it costs that layer. Collective."""
     spec = load_model(model)
     forward, backward = layer_steps(model, (tokens,), pace.device)
@@ -145,8 +148,9 @@ def beside_layers(
         measured = measure_scene(way.case(before.bytes, pace.device).call, scene, pace)
         raw.append({"op": before.op, "backend": before.backend, "bytes": before.bytes, "model": spec.name})
         raw[-1] |= measured.as_dict()
-        if measured.late > MOST_LATE:
-            left_out.append(f"{way.op} beside a layer of {spec.name}: the host was late in {measured.late:.0%} of them")
+        problem = _host_was_late(measured)
+        if problem:
+            left_out.append(f"{way.op} beside a layer of {spec.name}: {problem}")
             continue
         beside = measured.typical
         samples.append(
@@ -160,6 +164,47 @@ def beside_layers(
             )
         )
     return BesideLayers(samples=tuple(samples), raw=tuple(raw), left_out=tuple(left_out))
+
+
+def copies_beside_layer(
+    copies: Sequence[CopySample],
+    model: str,
+    pace: Pace,
+    *,
+    say: Callable[[str], None],
+    tokens: int = LAYER_TOKENS,
+) -> BesideLayers[CopySample]:
+    """Those in `copies` that are copy-in and `+=` of the model's layer, with what they cost that layer. Collective."""
+    spec = load_model(model)
+    tensors, world_size = layer_tensors(spec), dist.get_world_size()
+    shard = sum(math.prod(shape) for shape in shards_of(tensors, world_size))
+    forward, backward = layer_steps(model, (tokens,), pace.device)
+    scenes: dict[CopyOp, Scene] = {
+        "copy_in": Scene(beside=[forward], after=[backward]),
+        "add": Scene(before=[forward], beside=[backward]),
+    }
+    samples, raw, left_out = [], [], []
+    for op, scene in scenes.items():
+        known = [sample for sample in copies if (sample.op, sample.elements) == (op, shard)]
+        if not known:
+            left_out.append(f"{op} beside a layer of {spec.name}: its time alone was not measured")
+            continue
+        say(f"{op} beside a layer of {spec.name}")
+        (copy,) = steps_of(op, tensors, world_size, pace.device)
+        measured = measure_scene(lambda _, copy=copy: copy(), scene, pace)
+        raw.append({"op": op, "elements": shard, "model": spec.name, **measured.as_dict()})
+        problem = "rounds do not agree" if measured.noisy else _host_was_late(measured)
+        if problem:
+            left_out.append(f"{op} beside a layer of {spec.name}: {problem}")
+            continue
+        # The simulator has copies take what they take alone.
+        beside = replace(measured.typical, transfer_s=known[0].p50_s)
+        samples.append(replace(known[0], slowdown_compute=beside.slowdown_compute, beside_layer=spec.name))
+    return BesideLayers(samples=tuple(samples), raw=tuple(raw), left_out=tuple(left_out))
+
+
+def _host_was_late(measured: "Measured") -> str | None:
+    return f"the host was late in {measured.late:.0%} of them" if measured.late > MOST_LATE else None
 
 
 def measure_scene(call: Call, scene: Scene, pace: Pace) -> Measured:

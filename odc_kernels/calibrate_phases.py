@@ -16,7 +16,7 @@ from odc_kernels.bench_files import hbm_bytes_per_s
 from odc_kernels.calibrate_compute import fits_of, measure_model, samples_of
 from odc_kernels.calibrate_copies import PARTS, measure_copies
 from odc_kernels.calibrate_file import Draft, Talk
-from odc_kernels.calibrate_layers import beside_layers
+from odc_kernels.calibrate_layers import BesideLayers, copies_beside_layer, transfers_beside_layer
 from odc_kernels.calibrate_optimizer import measure_host, measure_optimizer
 from odc_kernels.calibrate_shapes import (
     MIB,
@@ -198,7 +198,7 @@ class Lab:
         self.draft.host = measure_host(self.pace)
 
     def beside_layers(self, **options: Any) -> None:
-        """What transfers of a layer's own size cost that layer."""
+        """What transfers and copies of a layer's own size cost that layer."""
         shards: dict[str, int] = {}
         for name, spec in zip(self.options.models[:LAYERS_BESIDE], self.specs, strict=False):
             shard = shard_bytes(spec.layer_parameters, self.world_size)
@@ -208,6 +208,11 @@ class Lab:
                 self.draft.left_out.append(f"transfers beside a layer of {spec.name}: no memory for its shards")
         if not shards:
             return
+        for name in shards:
+            copies = copies_beside_layer(self.draft.copies, name, self.pace, say=self.talk.say, **options)
+            known = {(sample.op, sample.elements): sample for sample in copies.samples}
+            self.draft.copies = [known.get((old.op, old.elements), old) for old in self.draft.copies]
+            self._note(copies)
         buffers = Buffers.allocate(room_bytes(list(shards.values()), self.device) // BF16_BYTES, self.device)
         self._beside_layers(collectives(buffers), shards, **options)
         with one_sided(buffers, self.options.backend) as ways:
@@ -217,10 +222,13 @@ class Lab:
         say, effort = self.talk.say, self.effort["transfers"]
         for name, shard in shards.items():
             alone = [measure_alone([w], [w.bytes_of(shard)], self.pace, effort, say=say)[0] for w in ways]
-            found = beside_layers(ways, alone, name, self.pace, say=say, **options)
+            found = transfers_beside_layer(ways, alone, name, self.pace, say=say, **options)
             self.draft.transfers += found.samples
-            self.draft.beside_layers += found.raw
-            self.draft.left_out += found.left_out
+            self._note(found)
+
+    def _note(self, found: BesideLayers[Any]) -> None:
+        self.draft.beside_layers += found.raw
+        self.draft.left_out += found.left_out
 
     def _sizes(self) -> tuple[int, ...]:
         sizes = transfer_sizes(self.specs, self.world_size, quick=self.options.quick, on_gpu=self.options.on_gpu)

@@ -86,6 +86,10 @@ class CopySample:
     samples: Count
     flagged: bool
     """Noisy: not to be used."""
+    slowdown_compute: Positive | None = None
+    """How many times slower a layer progressed while this copy, begun with it on another stream, would last alone."""
+    beside_layer: str | None = None
+    """The model whose layer that was."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -76,21 +76,41 @@ def build_durations(
     floored = sum(w * (f[1] + b[1]) for w, f, b in zip(weights, forward, backward, strict=True))
 
     overlap = cluster.overlap["odc" if schedule.one_sided else "collective"]
-    gather_s, reduce_s = (float(t[1]) if compute.layers else 0.0 for t in (transfers.gather_s, transfers.reduce_s))
+    gather_s, reduce_s, copy_in_s, copy_out_s, add_s = (
+        float(seconds[1]) if compute.layers else 0.0
+        for seconds in (
+            transfers.gather_s,
+            transfers.reduce_s,
+            transfers.copy_in_s,
+            transfers.copy_out_s,
+            transfers.add_s,
+        )
+    )
     layer_forward, layer_backward = forward[1][1], backward[1][1]
     forward_stretch = np.where(first_unshard, stretch(gather_s, layer_forward, overlap.unshard.transfer), 1.0)
     backward_stretch = np.where(backward_unshard, stretch(gather_s, layer_backward, overlap.unshard.transfer), 1.0)
     reduce_stretch = np.where(reduces, stretch(reduce_s, layer_backward, overlap.reduce.transfer), 1.0)
-    slow_forward = beside(layer_forward, gather_s * forward_stretch * first_unshard, overlap.unshard.compute)
-    slow_backward = beside(layer_backward, gather_s * backward_stretch * backward_unshard, overlap.unshard.compute)
-    # the reduction runs beside what the gather leaves of the layer
-    free_s = np.maximum(layer_backward - gather_s * backward_stretch * backward_unshard, 0.0)
-    slow_backward += beside(free_s, reduce_s * reduce_stretch * reduces, overlap.reduce.compute) - free_s
+    adds = reduces & (np.cumsum(reduces, axis=1) > 1)  # a first reduction sets .grad
+    slow_forward = beside(
+        layer_forward,
+        [
+            (np.where(first_unshard, copy_in_s, 0.0), overlap.copies),
+            (gather_s * forward_stretch * first_unshard, overlap.unshard.compute),
+        ],
+    )
+    slow_backward = beside(
+        layer_backward,
+        [
+            (np.where(backward_unshard, copy_in_s, 0.0), overlap.copies),
+            (gather_s * backward_stretch * backward_unshard, overlap.unshard.compute),
+            (reduce_s * reduce_stretch * reduces, overlap.reduce.compute),
+            (np.where(adds, add_s, 0.0), overlap.copies),
+        ],
+    )
     if not schedule.one_sided and gather_s > 0.0:
         # ranks are in lockstep wherever they meet at every layer: in these microbatches of each of them
         slow_forward = _in_step(slow_forward, overlap.waiting, first_unshard)
         slow_backward = _in_step(slow_backward, overlap.waiting, reduces)
-    copy_out_s = float(transfers.copy_out_s[1]) if compute.layers else 0.0
     copy_out_stretch = float(stretch(copy_out_s, np.array(reduce_s), overlap.copy_out))
     slowdown = compute.layers * (slow_forward - layer_forward + slow_backward - layer_backward)
 

@@ -81,6 +81,8 @@ class Overlap:
     """How many times longer compute takes beside a collective that waits for another rank; at least 1."""
     copy_out: float = 1.0
     """How many times longer the copy of gathered parameters takes beside a reduce; at least 1."""
+    copies: float = 1.0
+    """How many times slower compute progresses beside FSDP2's copies on other streams, copy-in and `+=`; at least 1."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -179,6 +181,7 @@ class _SlowdownTable(_Table):
 class _TransportSection(_Section):
     slowdown_waiting: Factor = 1.0
     slowdown_copy_out: Factor = 1.0
+    slowdown_copies: Factor = 1.0
     unshard: _SlowdownTable = Field(default_factory=_SlowdownTable, description="a table of slowdowns")
     reduce: _SlowdownTable = Field(default_factory=_SlowdownTable, description="a table of slowdowns")
 
@@ -322,6 +325,7 @@ def _overlap(section: _TransportSection | None) -> Overlap:
         source=section.source,
         waiting=section.slowdown_waiting,
         copy_out=section.slowdown_copy_out,
+        copies=section.slowdown_copies,
     )
 
 

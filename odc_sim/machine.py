@@ -153,14 +153,12 @@ def _overlap(calibration: Calibration, transport: str, default: Overlap) -> Over
         rows = [row for row in mine if row.beside_layer and not row.flagged] or _fastest(
             [row for row in mine if not row.beside_layer and _plausible(row)]
         )
-        rates = [1.0 / row.slowdown_compute for row in rows if row.slowdown_compute is not None]
         lacks += [] if rows else [op]
         beside += ["layers" if rows[0].beside_layer else "matrix products"] if rows else []
         slowdowns.append(
             Slowdown(
                 transfer=_median_or([row.slowdown_transfer for row in rows], fallback.transfer),
-                # what is lost is 1 - 1 / slowdown of the transfer's time: the middle one of these
-                compute=max(1.0, 1.0 / median(rates)) if rates else fallback.compute,
+                compute=_lost([row.slowdown_compute for row in rows], fallback.compute),
             )
         )
     of_transport = [row for row in calibration.transfers if row.op in OPS[transport]]
@@ -175,7 +173,14 @@ def _overlap(calibration: Calibration, transport: str, default: Overlap) -> Over
         source=source,
         waiting=_median_or([row.slowdown_waiting for row in of_transport], default.waiting),
         copy_out=_median_or([row.slowdown_copy_out for row in of_transport], default.copy_out),
+        copies=_lost([row.slowdown_compute for row in calibration.copies], default.copies),
     )
+
+
+def _lost(slowdowns: list[float | None], default: float) -> float:
+    """What compute loses is 1 - 1 / slowdown of the other's time: the middle one of these."""
+    rates = [1.0 / slowdown for slowdown in slowdowns if slowdown is not None]
+    return max(1.0, 1.0 / median(rates)) if rates else default
 
 
 def _median_or(slowdowns: list[float | None], default: float) -> float:

@@ -1,9 +1,12 @@
 """How a transfer and a computation that run at once slow each other down.
 
 Both engines take durations as given; this is where concurrency has been priced in. Each layer's compute runs beside
-the transfers that FSDP has in flight at that time: one gather in forward, one gather and one reduction in backward.
-A collective is in flight from when the first rank has reached it, and costs compute also while it waits for the others.
+what FSDP has on other streams at that time: one copy-in and one gather in forward, the same and one reduction with its
+`+=` in backward. A collective is in flight from when the first rank has reached it, and costs compute also while it
+waits for the others.
 """
+
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,15 +14,17 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 
 
-def beside(alone_s: Array, other_s: Array, slowdown: float) -> Array:
-    """How long work of `alone_s` [...] takes when other work occupies the first `other_s` [...] of it.
+def beside(alone_s: Array, others: Sequence[tuple[Array, float]]) -> Array:
+    """How long work of `alone_s` [...] takes when other work, of these seconds [...] one after another, begins with it.
 
-    While both run it progresses `slowdown` (>= 1) times slower, afterwards at full speed. Never more than slowdown *
-    alone_s.
+    While both run it progresses as many times slower (>= 1) as comes with each, afterwards at full speed.
     """
-    both_s = np.minimum(other_s, alone_s * slowdown)
-    result: Array = alone_s + (1.0 - 1.0 / slowdown) * both_s
-    return result
+    left_s, lost_s = alone_s, np.zeros_like(alone_s)
+    for other_s, slowdown in others:
+        both_s = np.minimum(other_s, left_s * slowdown)
+        left_s = left_s - both_s / slowdown
+        lost_s = lost_s + (1.0 - 1.0 / slowdown) * both_s
+    return alone_s + lost_s
 
 
 def waiting(alone_s: Array, slowdown: float, lockstep: NDArray[np.bool_]) -> Array:
@@ -38,5 +43,5 @@ def stretch(alone_s: float, compute_s: Array, slowdown: float) -> Array:
     """How many times longer a transfer of `alone_s` takes beside `compute_s` [...]; 1 for a transfer of no length."""
     if alone_s <= 0.0:
         return np.ones_like(compute_s)
-    result: Array = beside(np.full_like(compute_s, alone_s), compute_s, slowdown) / alone_s
+    result: Array = beside(np.full_like(compute_s, alone_s), [(compute_s, slowdown)]) / alone_s
     return result

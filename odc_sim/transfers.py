@@ -78,7 +78,7 @@ class TransferCosts:
     pack_s: Array
     """bf16 gradients to the reduction's input."""
     add_s: Array
-    """The reduced shard added to the gradient."""
+    """The reduced shard added to the gradient; 0 one-sided, where a push adds and FSDP2 keeps no gradient."""
     hold_s: Array
     """A whole unit's gradient added to an unreduced fp32 sum."""
     optimizer_s: float
@@ -147,7 +147,7 @@ def transfer_costs(
         # bf16: 2 + 2. fp32: copy (4 + 4), then cast (4 + 2).
         "copy_out_s": copy_s("copy_out", unit_elements, 4 if bf16 else 14, COPY_OUT_EFFICIENCY),
         "pack_s": copy_s("pack", unit_elements, 2 + reduce_bytes, PACK_EFFICIENCY),
-        "add_s": copy_s("add", shard_elements, 8 + reduce_bytes, ADD_EFFICIENCY),
+        "add_s": copy_s("add", shard_elements, 8 + reduce_bytes, ADD_EFFICIENCY) * (not one_sided),
         "hold_s": copy_s("hold", unit_elements, 2 + 4 + 4, HOLD_EFFICIENCY),
     }
     return TransferCosts(

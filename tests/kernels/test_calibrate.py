@@ -530,6 +530,7 @@ def layers_rank(rank):
         CPU,
         Draft.start(None, "", {}),
     )
+    lab.copies()
     lab.beside_layers(tokens=64)
     lab._agreed = (4096,)
     lab.beside_layers(tokens=64)
@@ -547,7 +548,10 @@ def test_transfers_of_a_layers_size_are_timed_beside_that_layer():
         ("scatter_accumulate", shard, "tiny"),
     ]
     assert [row.slowdown_copy_out is not None for row in draft.transfers] == [False, True, False, True]
-    assert [raw["op"] for raw in draft.beside_layers] == [row.op for row in draft.transfers]
+    slowed = [(row.op, row.elements, row.beside_layer) for row in draft.copies if row.slowdown_compute is not None]
+    assert slowed == [("copy_in", shard // 4, "tiny"), ("add", shard // 4, "tiny")]
+    assert min(row.slowdown_compute for row in draft.copies if row.slowdown_compute is not None) >= 1
+    assert [raw["op"] for raw in draft.beside_layers] == ["copy_in", "add", *(row.op for row in draft.transfers)]
     assert draft.left_out == ["transfers beside a layer of tiny: no memory for its shards"]
     found = draft.calibration()
     assert how_measured(found)["beside_layers"] == draft.beside_layers
@@ -560,7 +564,7 @@ def test_where_the_host_is_late_nothing_is_said(monkeypatch):
     monkeypatch.setattr(calibrate_layers, "measure_scene", lambda *_: replace(measured(1.0, 1.0), late=0.3))
     way = SimpleNamespace(op="all_gather", case=lambda *_: SimpleNamespace(call=None))
     pace = SimpleNamespace(device=CPU)
-    found = calibrate_layers.beside_layers([way], [transfer(1 << 20, 1.0)], "tiny", pace, say=lambda _: None)
+    found = calibrate_layers.transfers_beside_layer([way], [transfer(1 << 20, 1.0)], "tiny", pace, say=lambda _: None)
     assert found.samples == ()
     assert found.left_out == ("all_gather beside a layer of tiny: the host was late in 30% of them",)
     assert found.raw[0]["late"] == 0.3

@@ -1,4 +1,5 @@
 import json
+import math
 import os
 import random
 import signal
@@ -33,7 +34,7 @@ from odc_kernels.calibrate_timing import LONG_S, Effort, Item, Pace, Timed, _pla
 from odc_kernels.calibrate_transfers import interpolation_checks, with_beside  # noqa: E402
 from odc_kernels.calibrate_waiting import slowdown  # noqa: E402
 from odc_kernels.ranks import Failure, RankError, run_ranks  # noqa: E402
-from odc_sim.calibration import TransferSample, load_calibration  # noqa: E402
+from odc_sim.calibration import CopySample, TransferSample, load_calibration  # noqa: E402
 from odc_sim.calibration_report import failed, how_measured, write_calibration_report  # noqa: E402
 from odc_sim.errors import InputError  # noqa: E402
 from odc_sim.models import BUILT_IN, load_model  # noqa: E402
@@ -525,6 +526,7 @@ def test_every_other_scene_has_a_transfer_which_starts_with_what_is_timed_beside
 
 def layers_rank(rank):
     calibrate_layers.ROUNDS = 2
+    calibrate_layers.MOST_NOISE = math.inf  # on a CPU that others use too
     lab = Lab(
         calibrate.make_options(Path("c.json"), ["tiny"], True, "cpu", "cpu", 2, command=""),
         CPU,
@@ -568,6 +570,46 @@ def test_where_the_host_is_late_nothing_is_said(monkeypatch):
     assert found.samples == ()
     assert found.left_out == ("all_gather beside a layer of tiny: the host was late in 30% of them",)
     assert found.raw[0]["late"] == 0.3
+
+
+def copies_beside(monkeypatch, known, **scene):
+    monkeypatch.setattr(calibrate_layers, "layer_steps", lambda *_: (None, None))
+    monkeypatch.setattr(calibrate_layers, "steps_of", lambda *_: (None,))
+    monkeypatch.setattr(calibrate_layers.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(calibrate_layers, "measure_scene", lambda *_: replace(measured(0.5, 0.5), **scene))
+    pace = SimpleNamespace(device=CPU)
+    return calibrate_layers.copies_beside_layer(known, "tiny", pace, say=lambda _: None)
+
+
+def copy_samples(seconds):
+    elements = shapes.shard_bytes(load_model("tiny").layer_parameters, 2) // 2
+    times = {"p20_s": seconds, "p50_s": seconds, "p80_s": seconds}
+    return [
+        CopySample(op=op, elements=n, dtype="bf16", samples=5, flagged=False, **times)
+        for op in ("copy_in", "copy_out", "add")
+        for n in (elements, 2 * elements)
+    ]
+
+
+def test_what_a_copy_costs_a_layer_is_of_the_time_that_the_copy_takes_alone(monkeypatch):
+    known = copy_samples(1.0)
+    found = copies_beside(monkeypatch, known)
+    # half a second of one is lost, however long it took beside the layer
+    assert [row.op for row in found.samples] == ["copy_in", "add"]
+    assert [row.slowdown_compute for row in found.samples] == pytest.approx([2.0, 2.0])
+    assert [replace(row, slowdown_compute=None, beside_layer=None) for row in found.samples] == [known[0], known[4]]
+    assert found.left_out == ()
+
+
+def test_a_copy_that_was_not_timed_alone_or_not_well_beside_a_layer_is_left_out(monkeypatch):
+    found = copies_beside(monkeypatch, copy_samples(1.0)[:1], late=0.3)
+    assert found.samples == ()
+    assert found.left_out == (
+        "copy_in beside a layer of tiny: the host was late in 30% of them",
+        "add beside a layer of tiny: its time alone was not measured",
+    )
+    found = copies_beside(monkeypatch, copy_samples(1.0)[:1], rounds=measured(0.1, 0.9, 3.0).rounds)
+    assert found.left_out[0] == "copy_in beside a layer of tiny: rounds do not agree"
 
 
 # Copies run as FSDP2 runs them.

@@ -582,7 +582,7 @@ def copies_beside(monkeypatch, known, **scene):
 
 
 def copy_samples(seconds):
-    elements = shapes.shard_bytes(load_model("tiny").layer_parameters, 2) // 2
+    elements = shapes.shard_bytes(load_model("tiny").layer_parameters, 2) // 4
     times = {"p20_s": seconds, "p50_s": seconds, "p80_s": seconds}
     return [
         CopySample(op=op, elements=n, dtype="bf16", samples=5, flagged=False, **times)

@@ -16,7 +16,7 @@ from odc_kernels.bench_files import hbm_bytes_per_s
 from odc_kernels.calibrate_compute import fits_of, measure_model, samples_of
 from odc_kernels.calibrate_copies import PARTS, measure_copies
 from odc_kernels.calibrate_file import Draft, Talk
-from odc_kernels.calibrate_layers import BesideLayers, copies_beside_layer, transfers_beside_layer
+from odc_kernels.calibrate_layers import BesideLayers, Layer, copies_beside_layer, transfers_beside_layer
 from odc_kernels.calibrate_optimizer import measure_host, measure_optimizer
 from odc_kernels.calibrate_shapes import (
     MIB,
@@ -208,23 +208,20 @@ class Lab:
                 self.draft.left_out.append(f"transfers beside a layer of {spec.name}: no memory for its shards")
         if not shards:
             return
-        for name in shards:
-            copies = copies_beside_layer(self.draft.copies, name, self.pace, say=self.talk.say, **options)
-            known = {(sample.op, sample.elements): sample for sample in copies.samples}
-            self.draft.copies = [known.get((old.op, old.elements), old) for old in self.draft.copies]
-            self._note(copies)
-        buffers = Buffers.allocate(room_bytes(list(shards.values()), self.device) // BF16_BYTES, self.device)
-        self._beside_layers(collectives(buffers), shards, **options)
-        with one_sided(buffers, self.options.backend) as ways:
-            self._beside_layers(ways, shards, **options)
-
-    def _beside_layers(self, ways: list[Way], shards: dict[str, int], **options: Any) -> None:
         say, effort = self.talk.say, self.effort["transfers"]
-        for name, shard in shards.items():
-            alone = [measure_alone([w], [w.bytes_of(shard)], self.pace, effort, say=say)[0] for w in ways]
-            found = transfers_beside_layer(ways, alone, name, self.pace, say=say, **options)
-            self.draft.transfers += found.samples
-            self._note(found)
+        buffers = Buffers.allocate(room_bytes(list(shards.values()), self.device) // BF16_BYTES, self.device)
+        with one_sided(buffers, self.options.backend) as ours:
+            for name, shard in shards.items():
+                layer = Layer.of(name, self.device, **options)
+                copies = copies_beside_layer(layer, self.draft.copies, self.pace, say=say)
+                known = {(sample.op, sample.elements): sample for sample in copies.samples}
+                self.draft.copies = [known.get((old.op, old.elements), old) for old in self.draft.copies]
+                self._note(copies)
+                for ways in (collectives(buffers), ours):
+                    alone = [measure_alone([w], [w.bytes_of(shard)], self.pace, effort, say=say)[0] for w in ways]
+                    found = transfers_beside_layer(layer, ways, alone, copies.samples, self.pace, say=say)
+                    self.draft.transfers += found.samples
+                    self._note(found)
 
     def _note(self, found: BesideLayers[Any]) -> None:
         self.draft.beside_layers += found.raw

@@ -77,6 +77,8 @@ class Durations:
     copy_out_stretch: float = 1.0
     """How many times longer a layer's copy-out takes in a backward, where the reduction of the layer after it has just
     begun."""
+    host_lead_s: float = 0.0
+    """By which the host begins a minibatch before the device does, still at the end of the one before."""
     traffic: Traffic | None = None
     """The bytes behind the transfers and the ports they take; None: one node, every rank a port in and a port out."""
 

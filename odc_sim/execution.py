@@ -134,6 +134,8 @@ def build_durations(
         optimizer_s=transfers.optimizer_s,
         publish_s=transfers.publish_s,
         copy_out_stretch=copy_out_stretch,
+        # what of the last minibatch the host had not waited for, at the least
+        host_lead_s=transfers.optimizer_s + transfers.publish_s,
         busy_s=np.asarray(pure.sum(axis=1)),
         compute_slowdown_s=slowdown.sum(axis=1),
         floor_s=np.asarray((floored - pure).sum(axis=1)),

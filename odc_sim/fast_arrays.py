@@ -23,6 +23,7 @@ class Rules(NamedTuple):
     share_ports: bool
     host_forward_s: float
     host_backward_s: float
+    host_lead_s: float
     copy_out_stretch: float
     end_s: float
     """Optimizer and publish."""
@@ -85,6 +86,7 @@ def make_rules(t: Durations, schedule: Schedule) -> Rules:
         share_ports=share_ports,
         host_forward_s=float(t.host_forward_s),
         host_backward_s=float(t.host_backward_s),
+        host_lead_s=float(t.host_lead_s),
         copy_out_stretch=float(t.copy_out_stretch),
         end_s=float(t.optimizer_s + t.publish_s),
     )

@@ -447,6 +447,7 @@ def run_minibatches(
     for b in range(first, last):
         idle = idle_s[b]
         s.state[:] = 0.0
+        s.state[HOST] = -rules.host_lead_s
         s.state[LAST_REDUCE] = -np.inf
         s.ports[:] = 0.0
         s.ports[:, PULL_UNIT] = -1.0

@@ -55,7 +55,7 @@ class _Builder:
     def __init__(self, durations: Durations, schedule: Schedule, minibatch: int, rank: int) -> None:
         self.t, self.schedule, self.b, self.rank = durations, schedule, minibatch, rank
         self.ops: list[Op] = []
-        self.clock_s = 0.0
+        self.clock_s = -durations.host_lead_s
         self.count = int(durations.counts[minibatch, rank])
         self.last: dict[str, Op | None] = dict.fromkeys(("compute", "copy_in", "unshard", "reduce"))
         self.stream_waits: dict[str, list[Op]] = {"copy_in": [], "unshard": []}

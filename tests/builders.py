@@ -20,6 +20,7 @@ def make_durations(
     publish_s=0.0,
     stretch=None,
     copy_out_stretch=1.0,
+    host_lead_s=0.0,
     **copies,
 ):
     """One minibatch from forward_s and backward_s [M, L + 2, D]; transfers and copies a number or [L + 1] each."""
@@ -46,6 +47,7 @@ def make_durations(
         gather_backward_stretch=gather_backward,
         reduce_stretch=reduce,
         copy_out_stretch=copy_out_stretch,
+        host_lead_s=host_lead_s,
         host_forward_s=host_s[0],
         host_backward_s=host_s[1],
         optimizer_s=optimizer_s,
@@ -75,6 +77,7 @@ def random_durations(rng, *, equal_counts, ranks, layers, microbatches, host, ze
         publish_s=0.2,
         stretch=[1.0 + rng.random((1, microbatches, ranks)) for _ in range(3)],
         copy_out_stretch=1.0 + 3.0 * rng.random(),
+        host_lead_s=rng.random() if host else 0.0,
         **unit,
     )
 

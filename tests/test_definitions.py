@@ -14,7 +14,7 @@ from odc_sim.advice import advise, advised_row
 from odc_sim.api import run_study
 from odc_sim.costs import ComputeCosts, UnitCost
 from odc_sim.execution import Executed, Load, build_durations
-from odc_sim.hardware import Slowdown, hardware_text, load_cluster
+from odc_sim.hardware import Overlap, Slowdown, hardware_text, load_cluster
 from odc_sim.inputs import BOOTSTRAP_STREAM, LENGTHS_STREAM, SHUFFLE_STREAM
 from odc_sim.machine import load_machine
 from odc_sim.metrics import speedup
@@ -128,10 +128,10 @@ class TestReduction:
     LAYERS = 2
     COUNTS = ((2, 3, 2, 2),)
 
-    def built(self, schedule, copy_out=1.0, **reduce):
+    def built(self, schedule, copy_out=1.0, copies=1.0, **reduce):
         model = replace(load_model("qwen2.5-1.5b"), layers=self.LAYERS)
         cluster = load_cluster("generic")
-        slow = replace(cluster.overlap["odc"], unshard=Slowdown(), reduce=Slowdown(**reduce), copy_out=copy_out)
+        slow = Overlap(unshard=Slowdown(), reduce=Slowdown(**reduce), source="a test", copy_out=copy_out, copies=copies)
         cluster = replace(cluster, overlap={"collective": slow, "odc": slow})
         unit = UnitCost(c1_s_per_token=1e-5)
         parts = (f"{name}_{way}" for name in ("embedding", "layer", "head") for way in ("forward", "backward"))
@@ -154,6 +154,24 @@ class TestReduction:
         expected = 3.0 if reduce_s >= 3.0 * copy_s else 1 + 2 / 3 * reduce_s / copy_s
         assert durations.copy_out_stretch == pytest.approx(expected)
         assert durations.copy_out_stretch > 1.0
+
+    def test_the_host_begins_the_next_minibatch_while_the_device_is_at_the_optimizer(self):
+        durations, _ = self.built("odc")
+        assert durations.host_lead_s == durations.optimizer_s + durations.publish_s > 0
+
+    @pytest.mark.parametrize("schedule", ["collective", "odc", "collective-deferred", "odc-local-sum"])
+    def test_copies_on_other_streams_slow_compute_where_they_run(self, schedule):
+        plain, exists = self.built(schedule, copies=1.0)
+        durations, _ = self.built(schedule, copies=2.0)
+        index = np.arange(3)[None, :, None]
+        unshards = exists & (index == 0) if schedule == "collective-deferred" else exists
+        again = (exists & (index > 0)) * (schedule == "collective")  # one-sided, a push adds
+        copy_in_s, add_s = (0.5 * seconds[1] for seconds in (durations.copy_in_s, durations.add_s))
+        lost_s = durations.forward_s[:, :, 1] - plain.forward_s[:, :, 1]
+        assert lost_s == pytest.approx(copy_in_s * unshards)
+        lost_s = durations.backward_s[:, :, 1] - plain.backward_s[:, :, 1]
+        assert lost_s == pytest.approx(copy_in_s * unshards * (schedule != "collective-deferred") + add_s * again)
+        assert (add_s > 0) == (not make_schedule(schedule).one_sided)
 
     def test_it_slows_the_compute_beside_it(self):
         durations, exists = self.built("odc", compute=2.0)

@@ -52,8 +52,14 @@ def test_what_a_transfer_costs_a_layer_comes_before_what_it_costs_matrix_product
     data["transfers"] += [r | {"slowdown_copy_out": 3.0} for r in data["transfers"] if r["op"] == "scatter_accumulate"]
     (tmp_path / "copies.json").write_text(json.dumps(data))
     assert load_machine(str(tmp_path / "copies.json")).cluster.overlap["odc"].copy_out == 3.0
+    for row in data["copies"][:2]:
+        row |= {"slowdown_compute": 4.0 if row is data["copies"][0] else 2.0}
+    (tmp_path / "copies.json").write_text(json.dumps(data))
+    overlaps = load_machine(str(tmp_path / "copies.json")).cluster.overlap
+    # three quarters and a half of the copy's time are lost: 5 / 8
+    assert [overlaps[transport].copies for transport in ("collective", "odc")] == pytest.approx([8 / 3, 8 / 3])
     before = load_machine(str(SMALL)).cluster.overlap["odc"]
-    assert before.copy_out == 1.0
+    assert (before.copy_out, before.copies) == (1.0, 1.0)
     overlap = load_machine(str(tmp_path / "mine.json")).cluster.overlap["odc"]
     # half and two thirds of the transfer's time are lost: 7 / 12 of it
     assert (overlap.unshard.transfer, overlap.unshard.compute) == (pytest.approx(1.5), pytest.approx(12 / 5))

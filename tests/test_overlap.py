@@ -6,7 +6,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from odc_sim.execution import _in_step
-from odc_sim.overlap import waiting
+from odc_sim.overlap import beside, waiting
+
+
+@pytest.mark.parametrize(
+    ("others", "expected"),
+    [
+        ([(2.0, 2.0)], 11.0),  # half of two seconds is lost
+        ([(2.0, 2.0), (4.0, 4.0)], 14.0),  # and three quarters of four
+        ([(2.0, 2.0), (0.0, 9.0)], 11.0),
+        ([(99.0, 2.0)], 20.0),  # beside it all the time
+        ([(12.0, 3.0), (99.0, 2.0)], 24.0),  # 4 done in 12, then 6 in another 12
+        ([(99.0, 2.0), (5.0, 9.0)], 20.0),  # the second one begins when nothing is left
+    ],
+)
+def test_work_beside_others_by_hand(others, expected):
+    found = beside(np.array([10.0, 0.0]), [(np.full(2, seconds), slowdown) for seconds, slowdown in others])
+    assert found == pytest.approx([expected, 0.0])
+
 
 ALL = np.ones((1, 2), dtype=bool)
 

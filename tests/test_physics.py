@@ -109,6 +109,13 @@ class TestByHand:
         assert outcome.makespan_s[0] == pytest.approx(35 + 1 + 1)
         assert idle_of(outcome, 0) == {"host": 37 - 8}
 
+    def test_a_host_that_began_earlier_is_that_much_less_late(self, run):
+        # as above, 7 s before the device: forwards issued at -2, 3, 8, backwards at 18 and 28
+        alone = make_durations([[[1], [1], [1], [1]]], [[[1], [1], [1], [1]]], host_s=(5, 10), host_lead_s=7)
+        outcome = run(alone, make_schedule("collective"))
+        assert outcome.makespan_s[0] == pytest.approx(28 + 1 + 1)
+        assert idle_of(outcome, 0) == {"host": 30 - 8}
+
     @pytest.mark.parametrize(
         ("schedule", "stretched"), [("odc", 2), ("collective", 2), ("collective-deferred", 0), ("odc-local-sum", 0)]
     )

@@ -1,10 +1,9 @@
-"""How much of what the predictions of `short` and `balanced` miss is explained by what transfers cost layers.
+"""What transfers and copies in flight cost a layer in training, and what predictions are with and without it.
 
     python reports/validation-h200/in_flight.py
 
-From `short-collective-deferred`: what layers take with nothing in flight. From `balanced`: what they take beside each
-transport's transfers. Both go into a copy of the calibration, which predicts `short`, whose other two runs have served
-for neither. `odc calibrate` measures the second itself now; the calibration of these runs is older than that.
+From the runs on 8K microbatches and their calibration, all of one lease of the machine. The layers that have nothing in
+flight are those of collective-deferred: all forwards but a minibatch's first, all backwards but its last.
 """
 
 import json
@@ -18,105 +17,104 @@ from odc_sim.validate import validate
 
 HERE = Path(__file__).parent
 RUNS = HERE / "runs"
-CALIBRATION = HERE.parents[1] / "traces" / "calibration" / "h200-nvlink-2gpu.json"
+CALIBRATION = HERE / "calibration-3.json"
 FITS = {"forward": "forward", "backward": "backward_recompute"}
-MICROBATCH = ["minibatch", "microbatch", "rank"]
-SHORT = ("collective-lb-micro", "odc-lb-mini", "collective-deferred-lb-mini")
+FULL_TOKENS = 7000
+LAYERS = (5, 22)
+"""Without the ends: behind the head, whose products clock the device down, layers are up to 2 % slower for a while."""
+SETS = {
+    "balanced": ("collective-lb-micro", "odc-lb-mini"),
+    "short": ("collective-lb-micro", "odc-lb-mini", "collective-deferred-lb-mini"),
+}
+OPS = {"collective": ("all_gather", "reduce_scatter"), "odc": ("gather", "scatter_accumulate")}
 
 
-def spans(name: str) -> pd.DataFrame:
-    """Everything of layers, with seconds, and the tokens and squares of the microbatch."""
+def layers(name: str, fits: dict[str, dict[str, float]]) -> pd.DataFrame:
+    """Compute of layers in full microbatches: the microseconds beyond the fit, and where in the minibatch it was."""
     run = read_run(RUNS / name)
     columns = ("minibatch", "microbatch", "rank", "stream", "kind", "cause", "unit", "start_s", "end_s")
     found = pd.DataFrame({column: getattr(run.timeline, column) for column in columns})
-    found = found[found.unit > 0]
+    found = found[(found.stream == "compute") & (found.cause == "") & found.kind.isin(list(FITS))]
     tokens, squares = (run.plan.padded(part.astype(float)) for part in (run.plan.tokens(), run.plan.squares()))
-    where = tuple(found[column] for column in MICROBATCH)
-    return found.assign(s=found.end_s - found.start_s, tokens=tokens[where], squares=squares[where])
-
-
-def of_layers(table: pd.DataFrame, kind: str) -> pd.DataFrame:
-    """The median layer of each microbatch."""
-    mine = table[(table.stream == "compute") & (table.kind == kind) & (table.cause == "")]
-    return mine.groupby(MICROBATCH)[["s", "tokens", "squares"]].median().reset_index()
-
-
-def transfer_s(table: pd.DataFrame, kind: str, *, one_sided: bool) -> float:
-    """The median transfer of a layer, of unshards the forward's; of collectives on the rank that comes last."""
-    mine = table[(table.stream == kind) & (table.kind == kind)].sort_values("start_s")
-    meeting = ["minibatch", "microbatch", "unit"]
-    first = mine.groupby([*meeting, "rank"]).s.first()
-    return float((first if one_sided else first.groupby(meeting).min()).median())
-
-
-def copy_out_stretch(table: pd.DataFrame) -> float:
-    """The median copy-out of layers in backwards, but for the last layer, over that in forwards."""
-    waits = table[(table.cause == "exposed_unshard") & (table.unit < table.unit.max())].sort_values("start_s")
-    nth = waits.groupby([*MICROBATCH, "unit"]).cumcount()
-    return float(waits.s[nth == 1].median() / waits.s[nth == 0].median())
-
-
-def fitted_s(fit: dict[str, float], table: pd.DataFrame) -> pd.Series:
-    """What the calibration says."""
-    return fit["c0_s"] + fit["c1_s_per_token"] * table.tokens + fit["c2_s_per_token2"] * table.squares
+    where = tuple(found[column] for column in ("minibatch", "microbatch", "rank"))
+    found = found.assign(tokens=tokens[where], squares=squares[where])
+    found = found[found.unit.between(*LAYERS) & (found.tokens > FULL_TOKENS)]
+    coefficients = found.kind.map(lambda kind: fits[FITS[kind]])
+    fitted_s = sum(
+        coefficients.map(lambda fit, name=name: fit[name]) * factor
+        for name, factor in (("c0_s", 1.0), ("c1_s_per_token", found.tokens), ("c2_s_per_token2", found.squares))
+    )
+    last = run.plan.counts()[found.minibatch, found["rank"]] - 1
+    return found.assign(
+        fitted_us=1e6 * fitted_s,
+        beyond_us=1e6 * (found.end_s - found.start_s - fitted_s),
+        first=found.microbatch == 0,
+        last=found.microbatch == last,
+    )
 
 
 def main() -> None:
-    """Print what is found, and the predictions of `short` before and after."""
+    """Print what layers lose, and the predictions before and after that is put into a copy of the calibration."""
     calibration = json.loads(CALIBRATION.read_text(encoding="utf-8"))
-    fits = {f["direction"]: f for f in calibration["fits"] if (f["model"], f["unit"]) == ("qwen2.5-1.5b", "layer")}
-    deferred = spans("short-collective-deferred-lb-mini")
-    last = deferred.groupby(["minibatch", "rank"]).microbatch.transform("max")
+    fits = {f["direction"]: f for f in calibration["fits"] if f["unit"] == "layer"}
+    deferred = layers("short-collective-deferred-lb-mini", fits)
+    free_us, factor = {}, {}
+    for kind, mask in (("forward", ~deferred["first"]), ("backward", ~deferred["last"])):
+        free = deferred[(deferred.kind == kind) & mask]
+        free_us[kind] = free.beyond_us.median()
+        factor[kind] = 1 + (free.beyond_us / free.fitted_us).median()
+        print(f"{kind}, nothing in flight: {free_us[kind]:+.0f} us, {factor[kind]:.3f} of the calibration's")
+
+    def lost_us(name: str, table: pd.DataFrame, kind: str, mask: "pd.Series[bool] | bool", beside: str) -> float:
+        mine = table[(table.kind == kind) & mask]
+        lost = float(mine.beyond_us.median() - free_us[kind])
+        print(f"{kind}, {name}: {lost:.0f} us lost beside {beside}, {len(mine)} layers")
+        return lost
+
+    first_unshard = lost_us("deferred's first", deferred, "forward", deferred["first"], "copy-in and all_gather")
+    last_reduce = lost_us("deferred's last", deferred, "backward", deferred["last"], "reduce_scatter")
+    lost: dict[str, tuple[float, float]] = {"collective": (first_unshard, last_reduce)}
+    for study, names in SETS.items():
+        for name in names[:2]:
+            table = layers(f"{study}-{name}", fits)
+            one_sided = name.startswith("odc")
+            unshard, reduce = OPS["odc" if one_sided else "collective"]
+            check = ", and the comparison with what was published" if one_sided else ""
+            add = "" if one_sided else " and +="
+            lost_us(name, table, "forward", table["first"], f"copy-in and {unshard}{check}")
+            again = lost_us(name, table, "forward", ~table["first"], f"copy-in and {unshard}")
+            lost_us(name, table, "backward", table["first"], f"copy-in, {unshard} and {reduce}")
+            both = lost_us(name, table, "backward", ~table["first"], f"copy-in, {unshard}, {reduce}{add}")
+            if one_sided and study == "short":
+                lost["odc"] = (again, both - again)
+
+    copies = {row["op"]: row for row in calibration["copies"] if row.get("slowdown_compute")}
+    copy_in_us = 1e6 * copies["copy_in"]["p50_s"] * (1 - 1 / copies["copy_in"]["slowdown_compute"])
     for kind, direction in FITS.items():
-        # all_gathers are beside the first forwards, reduce_scatters beside the last backwards
-        free = of_layers(deferred[deferred.microbatch > 0 if kind == "forward" else deferred.microbatch < last], kind)
-        factor = float((free.s / fitted_s(fits[direction], free)).median())
-        print(f"layer {kind}, nothing in flight: {factor:.3f} of the calibration's, {len(free)} microbatches")
-        for name in ("c0_s", "c1_s_per_token", "c2_s_per_token2"):
-            fits[direction][name] *= factor
-    for run, unshard, reduce in (
-        ("balanced-collective-lb-micro", "all_gather", "reduce_scatter"),
-        ("balanced-odc-lb-mini", "gather", "scatter_accumulate"),
-    ):
-        table = spans(run)
-        lost_s = {}
-        for kind, direction in FITS.items():
-            beside = of_layers(table, kind)
-            lost_s[kind] = float((beside.s - fitted_s(fits[direction], beside)).median())
-        lost = {unshard: lost_s["forward"], reduce: lost_s["backward"] - lost_s["forward"]}
-        copy_out = copy_out_stretch(table)
-        print(f"copy-out beside {reduce}: x{copy_out:.2f}")
-        for op, kind in ((unshard, "unshard"), (reduce, "reduce")):
-            took_s = transfer_s(table, kind, one_sided=unshard == "gather")
-            slowdown = took_s / (took_s - min(max(lost[op], 0.0), 0.95 * took_s))
-            print(
-                f"{op}: {took_s * 1e6:.0f} us, of which the layer beside it loses {lost[op] * 1e6:.0f}: x{slowdown:.2f}"
-            )
+        for coefficient in ("c0_s", "c1_s_per_token", "c2_s_per_token2"):
+            fits[direction][coefficient] *= factor[kind]
+    for transport, (unshard_us, reduce_us) in lost.items():
+        for op, of_op_us in zip(OPS[transport], (unshard_us - copy_in_us, reduce_us), strict=True):
             for row in calibration["transfers"]:
-                if row["op"] == op and row["overlapped_p50_s"]:
-                    row |= {
-                        "slowdown_compute": slowdown,
-                        "flagged": False,
-                        "overlapped_p50_s": max(took_s, row["p50_s"]),
-                        "slowdown_copy_out": copy_out if op == reduce else None,
-                    }
+                if row["op"] == op and row.get("beside_layer"):
+                    took_us = 1e6 * row["overlapped_p50_s"]
+                    before = took_us * (1 - 1 / row["slowdown_compute"])
+                    row["slowdown_compute"] = took_us / (took_us - max(0.0, of_op_us))
+                    print(f"{op}: {took_us:.0f} us, costs {before:.0f} in the calibration, {of_op_us:.0f} in training")
     with tempfile.TemporaryDirectory() as folder:
         after = Path(folder) / "after.json"
         after.write_text(json.dumps(calibration), encoding="utf-8")
-        for when, path in (("before", CALIBRATION), ("after", after)):
-            found = validate([RUNS / f"short-{name}" for name in SHORT], hardware=path)
-            median = {each.run.name: float(pd.Series(each.minibatch_percent).median()) for each in found.runs}
-            for each in found.runs:
-                points = each.idle_causes["compute_slowdown"].points
-                print(f"{when}, {each.run.name}: step {each.step.percent:+.1f} %, ", end="")
-                print(f"median minibatch {median[each.run.name]:+.1f} %, slowdown {points:+.1f} points")
-            for pair in found.speedups:
-                typical = pair.predicted * (100 + median[pair.baseline]) / (100 + median[pair.run])
-                print(
-                    f"{when}, {pair.run}: {pair.predicted:.3f}x predicted, {pair.measured.value:.3f}x measured, ",
-                    end="",
-                )
-                print(f"{typical:.3f}x by median minibatches")
+        for study, names in SETS.items():
+            for when, path in (("before", CALIBRATION), ("after", after)):
+                found = validate([RUNS / f"{study}-{name}" for name in names], hardware=path)
+                for each in found.runs:
+                    print(
+                        f"{when}, {each.run.name}: step {each.step.percent:+.1f} %, median minibatch "
+                        f"{pd.Series(each.minibatch_percent).median():+.1f} %, slowdown "
+                        f"{each.idle_causes['compute_slowdown'].points:+.1f} points"
+                    )
+                for pair in found.speedups:
+                    print(f"{when}, {pair.run}: {pair.predicted:.3f}x predicted, {pair.measured.value:.3f}x measured")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,4 @@
 import json
-import math
 import os
 import random
 import signal
@@ -21,20 +20,18 @@ from odc_kernels import (  # noqa: E402
     calibrate,
     calibrate_compute,
     calibrate_copies,
-    calibrate_layers,
     calibrate_optimizer,
     calibrate_phases,
     lm,
 )
 from odc_kernels import calibrate_shapes as shapes  # noqa: E402
 from odc_kernels.calibrate_file import Draft, Talk  # noqa: E402
-from odc_kernels.calibrate_layers import Beside, Measured, Scene, measure_scene  # noqa: E402
 from odc_kernels.calibrate_phases import Lab, _effort  # noqa: E402
 from odc_kernels.calibrate_timing import LONG_S, Effort, Item, Pace, Timed, _plan, _timed, measure  # noqa: E402
 from odc_kernels.calibrate_transfers import interpolation_checks, with_beside  # noqa: E402
 from odc_kernels.calibrate_waiting import slowdown  # noqa: E402
 from odc_kernels.ranks import Failure, RankError, run_ranks  # noqa: E402
-from odc_sim.calibration import CopySample, TransferSample, load_calibration  # noqa: E402
+from odc_sim.calibration import TransferSample, load_calibration  # noqa: E402
 from odc_sim.calibration_report import failed, how_measured, write_calibration_report  # noqa: E402
 from odc_sim.errors import InputError  # noqa: E402
 from odc_sim.models import BUILT_IN, load_model  # noqa: E402
@@ -467,149 +464,6 @@ def test_what_a_waiting_collective_costs_by_hand():
     # 3 products of 1 s alone, then 3 beside, of which the first 2 may have begun before it: only the last counts
     ends = [0, 1, 2, 3, 5, 8, 9.5]
     assert slowdown(list(pairwise(ends)), 3) == 1.5
-
-
-def test_what_a_transfer_costs_a_layer_by_hand():
-    beside = Beside(alone_s=(0.5, 10.0), beside_s=(1.5, 11.5), transfer_s=2.0)
-    # of 2 s beside each other, compute came as far as in half a second
-    assert beside.slowdown_compute == pytest.approx(4.0)
-    assert beside.slowdown_copy_out == pytest.approx(3.0)
-    assert replace(beside, beside_s=(1.5, 9.8)).slowdown_compute == 1.0
-    assert replace(beside, beside_s=(1.5, 99.0)).slowdown_compute == pytest.approx(20.0)
-    assert replace(beside, alone_s=(10.0,), beside_s=(11.0,)).slowdown_copy_out is None
-    # the transfer outlasts the step, which goes at half speed all the time
-    assert Beside(alone_s=(1.0,), beside_s=(2.0,), transfer_s=9.0).slowdown_compute == pytest.approx(2.0)
-
-
-def measured(*lost_s):
-    rounds = tuple(Beside(alone_s=(10.0,), beside_s=(10.0 + lost,), transfer_s=2.0) for lost in lost_s)
-    return Measured(rounds=(rounds, rounds), late=0.0)
-
-
-def test_rounds_that_do_not_agree_are_noisy():
-    one_hiccup = measured(1.0, 1.1, 1.1, 1.1, 1.2, 1.2, 50.0)
-    assert one_hiccup.typical.lost_s == pytest.approx(1.1)
-    assert not one_hiccup.noisy
-    assert measured(1.0, 1.1, 1.1, 1.1, 1.2, 50.0, 50.0).noisy
-    assert one_hiccup.as_dict()["beside_s"][1][0] == (11.0,)
-
-
-def scenes_rank(rank):
-    calibrate_layers.ROUNDS = 2
-    order = []
-
-    def step(name, seconds):
-        def run(*_):
-            order.append(name)
-            time.sleep(seconds)
-
-        return run
-
-    call, short, long = step("call", 0.01), step("short", 0.005), step("long", 0.04)
-    scene = Scene(before=[step("before", 0.02 * rank)], beside=[short, long], after=[step("after", 0.01)])
-    return measure_scene(call, scene, Pace(torch.device("cpu"))), order
-
-
-def test_every_other_scene_has_a_transfer_which_starts_with_what_is_timed_beside_it():
-    (found, order), _ = run_ranks(scenes_rank, 2, timeout_s=60)
-    assert order[-9:] == ["before", "short", "long", "after", "before", "call", "short", "long", "after"]
-    beside = found.typical
-    # a CPU does one after the other; waiting for the slower rank is not in it
-    assert 0.01 <= beside.transfer_s < 0.019
-    assert 0.005 <= beside.alone_s[0] < 0.014
-    assert beside.beside_s[0] >= 0.015
-    assert min(beside.alone_s[1], beside.beside_s[1]) >= 0.04
-    assert beside.slowdown_copy_out > 1.5
-    assert found.late == 0
-    assert [len(rounds) for rounds in found.rounds] == [2, 2]
-
-
-def layers_rank(rank):
-    calibrate_layers.ROUNDS = 2
-    calibrate_layers.MOST_NOISE = math.inf  # on a CPU that others use too
-    lab = Lab(
-        calibrate.make_options(Path("c.json"), ["tiny"], True, "cpu", "cpu", 2, command=""),
-        CPU,
-        Draft.start(None, "", {}),
-    )
-    lab.copies()
-    lab.beside_layers(tokens=64)
-    lab._agreed = (4096,)
-    lab.beside_layers(tokens=64)
-    return lab.draft
-
-
-def test_transfers_of_a_layers_size_are_timed_beside_that_layer():
-    draft, _ = run_ranks(layers_rank, 2, timeout_s=120)
-    tiny = load_model("tiny")
-    shard = shapes.shard_bytes(tiny.layer_parameters, 2)
-    assert [(row.op, row.bytes, row.beside_layer) for row in draft.transfers] == [
-        ("all_gather", shard // 2, "tiny"),
-        ("reduce_scatter", shard, "tiny"),
-        ("gather", shard // 2, "tiny"),
-        ("scatter_accumulate", shard, "tiny"),
-    ]
-    assert [row.slowdown_copy_out is not None for row in draft.transfers] == [False, True, False, True]
-    slowed = [(row.op, row.elements, row.beside_layer) for row in draft.copies if row.slowdown_compute is not None]
-    assert slowed == [("copy_in", shard // 4, "tiny"), ("add", shard // 4, "tiny")]
-    assert min(row.slowdown_compute for row in draft.copies if row.slowdown_compute is not None) >= 1
-    assert [raw["op"] for raw in draft.beside_layers] == ["copy_in", "add", *(row.op for row in draft.transfers)]
-    assert draft.left_out == ["transfers beside a layer of tiny: no memory for its shards"]
-    found = draft.calibration()
-    assert how_measured(found)["beside_layers"] == draft.beside_layers
-
-
-def test_where_the_host_is_late_nothing_is_said(monkeypatch):
-    monkeypatch.setattr(calibrate_layers, "layer_steps", lambda *_: (None, None))
-    monkeypatch.setattr(calibrate_layers, "steps_of", lambda *_: (None,))
-    monkeypatch.setattr(calibrate_layers.dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(calibrate_layers, "measure_scene", lambda *_: replace(measured(1.0, 1.0), late=0.3))
-    way = SimpleNamespace(op="all_gather", case=lambda *_: SimpleNamespace(call=None))
-    pace = SimpleNamespace(device=CPU)
-    found = calibrate_layers.transfers_beside_layer([way], [transfer(1 << 20, 1.0)], "tiny", pace, say=lambda _: None)
-    assert found.samples == ()
-    assert found.left_out == ("all_gather beside a layer of tiny: the host was late in 30% of them",)
-    assert found.raw[0]["late"] == 0.3
-
-
-def copies_beside(monkeypatch, known, **scene):
-    monkeypatch.setattr(calibrate_layers, "layer_steps", lambda *_: (None, None))
-    monkeypatch.setattr(calibrate_layers, "steps_of", lambda *_: (None,))
-    monkeypatch.setattr(calibrate_layers.dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(calibrate_layers, "measure_scene", lambda *_: replace(measured(0.5, 0.5), **scene))
-    pace = SimpleNamespace(device=CPU)
-    return calibrate_layers.copies_beside_layer(known, "tiny", pace, say=lambda _: None)
-
-
-def copy_samples(seconds):
-    elements = shapes.shard_bytes(load_model("tiny").layer_parameters, 2) // 4
-    times = {"p20_s": seconds, "p50_s": seconds, "p80_s": seconds}
-    return [
-        CopySample(op=op, elements=n, dtype="bf16", samples=5, flagged=False, **times)
-        for op in ("copy_in", "copy_out", "add")
-        for n in (elements, 2 * elements)
-    ]
-
-
-def test_what_a_copy_costs_a_layer_is_of_the_time_that_the_copy_takes_alone(monkeypatch):
-    known = copy_samples(1.0)
-    found = copies_beside(monkeypatch, known)
-    # half a second of one is lost, however long it took beside the layer
-    assert [row.op for row in found.samples] == ["copy_in", "add"]
-    assert [row.slowdown_compute for row in found.samples] == pytest.approx([2.0, 2.0])
-    assert [replace(row, slowdown_compute=None, beside_layer=None) for row in found.samples] == [known[0], known[4]]
-    assert found.left_out == ()
-
-
-def test_a_copy_that_was_not_timed_alone_or_not_well_beside_a_layer_is_left_out(monkeypatch):
-    found = copies_beside(monkeypatch, copy_samples(1.0)[:1], late=0.3)
-    assert found.samples == ()
-    assert found.left_out == (
-        "copy_in beside a layer of tiny: the host was late in 30% of them",
-        "add beside a layer of tiny: its time alone was not measured",
-    )
-    found = copies_beside(monkeypatch, copy_samples(1.0)[:1], rounds=measured(0.1, 0.9, 3.0).rounds)
-    assert found.left_out[0] == "copy_in beside a layer of tiny: rounds do not agree"
 
 
 # Copies run as FSDP2 runs them.

@@ -1,0 +1,207 @@
+"""What compute loses beside work on other streams: the same steps without and with that work, in turn."""
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from odc_kernels.calibrate_timing import Pace, Step
+from odc_kernels.collector import collected_between
+from odc_kernels.timing import Call, Marks, agree_max, estimate, summarize, synchronize
+
+ROUNDS = 7
+"""So many that one in which something else held a rank up changes neither median nor percentiles."""
+PHASE_S = 0.16
+LEAST, LEAD = 8, 4
+"""Scenes in a round, and those before them, in which the host gets ahead."""
+MOST_LOST = 0.95
+"""Of the other work's time; a rate of compute beside it cannot express more."""
+MOST_LATE = 0.2
+"""Of the scenes may begin before the host has enqueued them."""
+MOST_NOISE = 0.2
+"""Of the other work's time, between the 20th and the 80th percentile of what rounds say is lost."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """What a stream of its own does from the beginning of a step on."""
+
+    at: int
+    """Of the step in `Scene.beside`."""
+    calls: Sequence[Call]
+    timed: int | None = None
+    """Of the call whose seconds are wanted; one launch of a scene has one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scene:
+    """What the compute stream does, in turn, and other streams beside it in every other scene."""
+
+    before: Sequence[Step] = ()
+    beside: Sequence[Step]
+    """Timed."""
+    after: Sequence[Step] = ()
+    launches: Sequence[Launch]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Beside:
+    """Seconds of the steps of `Scene.beside` without and with the launches, and of the launched call that is timed."""
+
+    alone_s: tuple[float, ...]
+    beside_s: tuple[float, ...]
+    other_s: float
+
+    @property
+    def lost_s(self) -> float:
+        """By which the last step is longer beside the launches; below 0 only through noise."""
+        return self.beside_s[-1] - self.alone_s[-1]
+
+    @property
+    def stretch(self) -> float:
+        """How many times longer the first step takes."""
+        return self.beside_s[0] / self.alone_s[0]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """A scene, in rounds."""
+
+    rounds: tuple[tuple[Beside, ...], ...]
+    """[ranks][rounds]: means over the scenes of a round."""
+    late: float
+    """Part of the scenes in which the device was there before the host, on the worst rank."""
+
+    @property
+    def typical(self) -> Beside:
+        """Medians over rounds, means over ranks."""
+        found = {name: np.median(values, axis=1).mean(axis=0).tolist() for name, values in self._seconds().items()}
+        return Beside(alone_s=tuple(found["alone_s"]), beside_s=tuple(found["beside_s"]), other_s=found["other_s"])
+
+    @property
+    def problem(self) -> str | None:
+        """Why nothing can be said."""
+        return f"the host was late in {self.late:.0%} of them" if self.late > MOST_LATE else None
+
+    @property
+    def noisy(self) -> bool:
+        """Whether rounds differ in what they say is lost."""
+        lost = summarize([statistics.mean(each.lost_s for each in ranks) for ranks in zip(*self.rounds, strict=True)])
+        return lost.p80_s - lost.p20_s > MOST_NOISE * self.typical.other_s
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-able."""
+        return {"late": self.late, **self._seconds()}
+
+    def _seconds(self) -> dict[str, list[list[Any]]]:
+        """[ranks][rounds] of each field."""
+        return {
+            name: [[getattr(each, name) for each in rounds] for rounds in self.rounds]
+            for name in ("alone_s", "beside_s", "other_s")
+        }
+
+
+def slowdown(lost_s: float, other_s: float, step_s: float) -> float:
+    """How many times slower a step that takes `step_s` beside other work progresses while that lasts, at least 1."""
+    both_s = min(other_s, step_s)
+    return both_s / (both_s - min(max(lost_s, 0.0), MOST_LOST * both_s))
+
+
+def measure_scene(scene: Scene, pace: Pace) -> Measured:
+    """Scenes in turn without and with the launches. Collective.
+
+    On a CPU launches run before the step that they begin with, and are part of its time.
+    """
+    device = pace.device
+    stage = _Stage(scene, device)
+    stage.first_launches()
+    count = max(LEAST, 2 * math.ceil(PHASE_S / estimate(lambda _: stage.play(), device, calls=2) / 2))
+    pace.heat(0.3)
+    own, late = [], 0.0
+    with collected_between():
+        for number in range(ROUNDS + 1):
+            found, late_in_it = stage.round(count)
+            if number > 0:  # the first one warms up
+                own.append(found)
+                late += late_in_it / ROUNDS
+    ranks: list[list[Beside]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(ranks, own)
+    return Measured(rounds=tuple(map(tuple, ranks)), late=agree_max(late, device))
+
+
+class _Stage:
+    """Where scenes are played: steps, and launches on streams of their own."""
+
+    def __init__(self, scene: Scene, device: torch.device) -> None:
+        self._scene = scene
+        self._device = device
+        self._meeting = torch.zeros(1, device=device)
+        # as FSDP2's
+        self._streams = [
+            torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None for _ in scene.launches
+        ]
+
+    def first_launches(self) -> None:
+        """With all that is set up then."""
+        for launch, stream in zip(self._scene.launches, self._streams, strict=True):
+            self._launch(launch, stream, 0, Marks(self._device))
+
+    def play(self) -> None:
+        """All steps, without launches."""
+        for step in (*self._scene.before, *self._scene.beside, *self._scene.after):
+            step()
+        dist.all_reduce(self._meeting)
+
+    def round(self, count: int) -> tuple[Beside, float]:
+        """Means over `count` scenes, every other one of them with launches; and in what part the host was late."""
+        device, scene = self._device, self._scene
+        synchronize(device)
+        steps, others = Marks(device), Marks(device)
+        late = 0
+        for number in range(LEAD + count):
+            for step in scene.before:
+                step()
+            for stream in self._streams:
+                if stream is not None:  # pragma: cuda-only
+                    torch.cuda.current_stream(device).wait_stream(stream)
+            # Devices meet: a collective that waits for a slower rank is measured elsewhere, by `calibrate_waiting`.
+            dist.all_reduce(self._meeting)
+            steps.mark()
+            for place, step in enumerate(scene.beside):
+                if number % 2:
+                    for launch, stream in zip(scene.launches, self._streams, strict=True):
+                        if launch.at == place:
+                            self._launch(launch, stream, number, others)
+                if place == 0:
+                    late += number >= LEAD and steps.reached()
+                step()
+                steps.mark()
+            for step in scene.after:
+                step()
+        synchronize(device)
+        each = len(scene.beside) + 1  # the last interval of these lies between two scenes
+        intervals_s = _seconds(steps, steps)
+        times = [intervals_s[i::each] for i in range(each - 1)]
+        alone, beside = ([statistics.mean(step[LEAD + odd :: 2]) for step in times] for odd in (0, 1))
+        other_s = statistics.mean(_seconds(others, steps)[::2][LEAD // 2 :])
+        return Beside(alone_s=tuple(alone), beside_s=tuple(beside), other_s=other_s), late / count
+
+    def _launch(self, launch: Launch, stream: "torch.cuda.Stream | None", number: int, marks: Marks) -> None:
+        if stream is not None:  # pragma: cuda-only
+            stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            for place, call in enumerate(launch.calls):
+                if place == launch.timed:
+                    marks.mark()
+                call(number)
+                if place == launch.timed:
+                    marks.mark()
+
+
+def _seconds(marks: Marks, origin: Marks) -> list[float]:
+    return [end - start for start, end in marks.intervals_s(origin)]

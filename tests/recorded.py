@@ -30,8 +30,9 @@ def recorded_spans(durations, schedule, minibatch=0):
                     heads.add(op.microbatch)
                 elif (op.kind, op.unit) != ("backward", 0):  # which the host enqueues in no time
                     host_s = durations.host_forward_s if kind == "forward" else durations.host_backward_s
-                    start_s = max(op.issue_s - host_s, 0.0)
-                    spans.append(Span(rank, "host", kind, "", op.unit, op.microbatch, start_s, op.issue_s))
+                    # a timeline begins with the device
+                    start_s, end_s = (max(moment, 0.0) for moment in (op.issue_s - host_s, op.issue_s))
+                    spans.append(Span(rank, "host", kind, "", op.unit, op.microbatch, start_s, end_s))
                 spans.append(Span(rank, "compute", kind, "", op.unit, op.microbatch, op.start_s, op.end_s))
     clock_s = max(arrivals)
     if schedule.local_sum:

@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 from odc_sim import Study, simulate
+from odc_sim.calibration import load_calibration
 from odc_sim.errors import InputError
+from odc_sim.fits import Line, spread
 from odc_sim.hardware import load_cluster
 from odc_sim.machine import load_machine
 
@@ -97,14 +99,31 @@ def test_built_in_h200_is_its_committed_calibration():
     machine = load_machine("h200-nvlink")
     assert (machine.name, machine.cluster.name) == ("h200-nvlink", "h200-nvlink")
     assert machine.calibration is not None
-    assert machine.note.startswith("calibration: h200-nvlink-2gpu.json, measured 2026-11-29")
+    assert machine.note.startswith("calibration: h200-nvlink-2gpu.json, measured 2026-11-30")
     assert 1.1 < machine.cluster.overlap["collective"].waiting < 1.25
     assert {fit.model for fit in machine.calibration.fits} == {
         *("qwen2.5-1.5b", "qwen2.5-7b", "qwen2.5-14b", "qwen2.5-32b")
     }
+    assert max(fit.heldout_max_rel_error for fit in machine.calibration.fits) < 0.05
+    assert not any(sample.flagged for sample in machine.calibration.compute)
     for overlap in machine.cluster.overlap.values():
+        assert overlap.copies > 1
         for slowdown in (overlap.unshard, overlap.reduce):
             assert min(slowdown.transfer, slowdown.compute) >= 1
+
+
+def test_a_calibration_of_another_lease_agrees_within_3_percent():
+    """On every fit that both have, over the microbatches of 4,096 tokens and more of the first."""
+    other = load_calibration(Path(__file__).parent.parent / "reports" / "validation-h200" / "calibration-3.json")
+    built_in = load_machine("h200-nvlink").calibration
+    fits = {(fit.model, fit.unit, fit.direction): fit for fit in built_in.fits}
+    assert len(other.fits) == 7
+    for fit in other.fits:
+        part = fit.model, fit.unit, fit.direction
+        shapes = [s.lengths for s in built_in.compute if (s.model, s.unit, s.direction) == part and s.tokens >= 4096]
+        assert len(shapes) >= 4
+        lines = [Line(f.c0_s, f.c1_s_per_token, f.c2_s_per_token2, f.floor_s) for f in (fits[part], fit)]
+        assert spread(*lines, shapes) < 0.03
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,8 @@ def test_a_calibration_of_another_lease_agrees_within_3_percent():
         part = fit.model, fit.unit, fit.direction
         shapes = [s.lengths for s in built_in.compute if (s.model, s.unit, s.direction) == part and s.tokens >= 4096]
         assert len(shapes) >= 4
-        lines = [Line(f.c0_s, f.c1_s_per_token, f.c2_s_per_token2, f.floor_s) for f in (fits[part], fit)]
+        names = ("c0_s", "c1_s_per_token", "c2_s_per_token2", "floor_s")
+        lines = [Line(**{name: getattr(each, name) for name in names}) for each in (fits[part], fit)]
         assert spread(*lines, shapes) < 0.03
 
 

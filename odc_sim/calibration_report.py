@@ -67,6 +67,9 @@ def summary(calibration: Calibration) -> list[str]:
             f"{row.op} {row.backend}, {size(row.bytes)}: {giga(rate(row))} GB/s"
             + (f", {_beside(row)} beside compute" if row.overlapped_p50_s else "")
         )
+    lines += [
+        f"beside a layer of {model}: {', '.join(costs)}" for model, costs in _costs_of_layers(calibration).items()
+    ]
     for fit in calibration.fits:
         if fit.unit == "layer":
             tokens = fit.valid_tokens[1]
@@ -93,6 +96,19 @@ def summary(calibration: Calibration) -> list[str]:
     lines += [f"left out: {reason}" for reason in about.get("left_out", [])]
     lines += [f"FAILED: {phase}: {reason}" for phase, reason in failed(calibration).items()]
     return lines
+
+
+def _costs_of_layers(calibration: Calibration) -> dict[str, list[str]]:
+    """For each model what its layer loses beside each copy and transfer."""
+    rows = [(copy, copy.p50_s) for copy in calibration.copies]
+    rows += [(row, row.overlapped_p50_s or row.p50_s) for row in calibration.transfers]
+    found: dict[str, list[str]] = {}
+    for row, seconds in rows:
+        if row.beside_layer and row.slowdown_compute:
+            lost_s = seconds * (1 - 1 / row.slowdown_compute)
+            text = f"{row.op} of {seconds * 1e6:.0f} us costs it {lost_s * 1e6:.0f}{star(row.flagged)}"
+            found.setdefault(row.beside_layer, []).append(text)
+    return found
 
 
 def failed(calibration: Calibration) -> dict[str, str]:

@@ -178,15 +178,17 @@ def other_sections(calibration: Calibration) -> list[str]:
     parts = []
     if calibration.copies:
         parts += [
-            "FSDP2's own copies (elements of the shard for copy_in and add, else of the unit):",
+            "FSDP2's own copies (elements of the shard for copy_in and add, else of the unit), and how many times slower a "
+            "layer goes beside those that run on another stream:",
             _table(
-                ["copy", "elements", "us", "elements/ns"],
+                ["copy", "elements", "us", "elements/ns", "a layer beside it"],
                 [
                     [
                         copy.op,
                         f"{copy.elements:,}",
                         f"{copy.p50_s * 1e6:.1f}{star(copy.flagged)}",
                         f"{copy.elements / copy.p50_s * 1e-9:.1f}",
+                        "" if copy.slowdown_compute is None else f"x{copy.slowdown_compute:.2f} ({copy.beside_layer})",
                     ]
                     for copy in calibration.copies
                 ],

@@ -4,7 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from odc_sim.calibration import Calibration, ComputeSample, Fit, TransferSample, load_calibration, write_calibration
+from odc_sim.calibration import (
+    Calibration,
+    ComputeSample,
+    CopySample,
+    Fit,
+    TransferSample,
+    load_calibration,
+    write_calibration,
+)
 from odc_sim.calibration_report import failed, limits, markdown, summary, write_calibration_report
 from odc_sim.calibration_tables import heldout_errors, in_words, line_of, size
 from odc_sim.header import header
@@ -37,6 +45,11 @@ def transfer(**changes):
     return TransferSample(**(values | changes))
 
 
+def copy(op, **fields):
+    seconds = {"p20_s": 1e-4, "p50_s": 1e-4, "p80_s": 1e-4}
+    return CopySample(op=op, elements=1000, dtype="bf16", samples=5, flagged=False, **seconds, **fields)
+
+
 @pytest.fixture
 def calibration():
     head = header("odc calibrate", None)
@@ -59,6 +72,10 @@ def calibration():
             transfer(overlapped_p50_s=2e-4, slowdown_compute=1.5, slowdown_copy_out=3.0, beside_layer="m"),
         ),
         fits=(fit(),),
+        copies=(
+            copy("copy_in", slowdown_compute=2.0, beside_layer="m"),
+            copy("copy_out"),
+        ),
         compute=(
             compute((1000,), 2e-3),
             compute((4000, 1000), 5e-3, heldout=True),
@@ -82,7 +99,8 @@ def test_summary(calibration):
         "m layer forward, one sample of 8,000 tokens: 9 ms; held out 20.0%, 20.0% (median, worst); repeats 0.4%"
         in lines
     )
-    assert "2 of 6 measurements flagged" in lines
+    assert "beside a layer of m: copy_in of 100 us costs it 50, gather of 200 us costs it 67" in lines
+    assert "2 of 8 measurements flagged" in lines
     assert "left out: optimizer of 16.4B" in lines
     assert lines.endswith("FAILED: host: rank 0: RuntimeError: why")
 
@@ -93,6 +111,8 @@ def test_markdown_tells_everything(calibration):
         "- **host failed**: rank 0: RuntimeError: why",
         "| gather cuda-auto | 64 MiB | products of 0.20 ms | 200 us | 300 us | x1.50 | x0.990 * |  |",
         "| gather cuda-auto | 64 MiB | a layer of m | 200 us | 200 us | x1.00 | x1.500 | x3.00 |",
+        "| copy_in | 1,000 | 100.0 | 0.0 | x2.00 (m) |",
+        "| copy_out | 1,000 | 100.0 | 0.0 |  |",
         "| gather | 3 MiB | 10.0 us | 11.0 us | +10.0% |",
         "![caption](cost.png)",
         "| m | layer forward | 1000.0 | 1000.00 | 0.0000 | 0.0 | 1,000 to 8,000 | 1.0% | 20.0%, 20.0% | 9.1% | 0.4% |",

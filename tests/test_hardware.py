@@ -111,6 +111,8 @@ nic_bytes_per_s = 5e9
 latency_s = 3e-5
 source = "the invoice"
 [overlap.odc]
+slowdown_copy_out = 3
+slowdown_copies = 2
 unshard = { slowdown_transfer = 1.5 }
 reduce = { slowdown_transfer = 2, slowdown_compute = 1.1 }
 [host]
@@ -121,6 +123,8 @@ linear = 0.7
 attention = 1
 """
     )
+    assert (cluster.overlap["odc"].copy_out, cluster.overlap["odc"].copies) == (3.0, 2.0)
+    assert (cluster.overlap["collective"].copy_out, cluster.overlap["collective"].copies) == (1.0, 1.0)
     assert (cluster.intra.collective_bytes_per_s, cluster.intra.one_sided_bytes_per_s) == (40e9, 50e9)
     assert (cluster.intra.collective_latency_s, cluster.intra.one_sided_latency_s) == (1e-5, 0.0)
     assert cluster.inter is not None

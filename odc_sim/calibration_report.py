@@ -6,7 +6,7 @@ Everything comes from the file alone, so a report can be made again anywhere, wi
 from collections.abc import Sequence
 from pathlib import Path
 
-from odc_sim.calibration import Calibration, TransferSample, load_calibration
+from odc_sim.calibration import Calibration, CopySample, TransferSample, load_calibration
 from odc_sim.calibration_tables import (
     compute_sections,
     giga,
@@ -100,7 +100,7 @@ def summary(calibration: Calibration) -> list[str]:
 
 def _costs_of_layers(calibration: Calibration) -> dict[str, list[str]]:
     """For each model what its layer loses beside each copy and transfer."""
-    rows = [(copy, copy.p50_s) for copy in calibration.copies]
+    rows: list[tuple[CopySample | TransferSample, float]] = [(copy, copy.p50_s) for copy in calibration.copies]
     rows += [(row, row.overlapped_p50_s or row.p50_s) for row in calibration.transfers]
     found: dict[str, list[str]] = {}
     for row, seconds in rows:

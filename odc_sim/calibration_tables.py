@@ -178,8 +178,8 @@ def other_sections(calibration: Calibration) -> list[str]:
     parts = []
     if calibration.copies:
         parts += [
-            "FSDP2's own copies (elements of the shard for copy_in and add, else of the unit), and how many times slower "
-            "a layer goes beside those that run on another stream:",
+            "FSDP2's own copies (elements of the shard for copy_in and add, else of the unit), and how many times "
+            "slower a layer goes beside those that run on another stream:",
             _table(
                 ["copy", "elements", "us", "elements/ns", "a layer beside it"],
                 [

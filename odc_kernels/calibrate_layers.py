@@ -18,13 +18,16 @@ from typing import Any, Generic, TypeVar
 import torch
 import torch.distributed as dist
 
+from odc_kernels.bench_cases import Buffers
 from odc_kernels.calibrate_compute import layer_steps
 from odc_kernels.calibrate_copies import shards_of, steps_of
+from odc_kernels.calibrate_file import Draft
 from odc_kernels.calibrate_scenes import Launch, Measured, Scene, measure_scene, slowdown
 from odc_kernels.calibrate_shapes import layer_tensors
-from odc_kernels.calibrate_timing import Pace, Step
-from odc_kernels.calibrate_transfers import Way
+from odc_kernels.calibrate_timing import Effort, Pace, Step
+from odc_kernels.calibrate_transfers import Way, collectives, measure_alone, one_sided
 from odc_kernels.timing import Call
+from odc_kernels.window import BackendName
 from odc_sim.calibration import CopyOp, CopySample, TransferSample
 from odc_sim.models import load_model
 
@@ -74,6 +77,46 @@ class BesideLayers(Generic[Sample]):
     left_out: tuple[str, ...]
 
 
+def measure_beside_layers(
+    shards: Mapping[str, int],
+    buffers: Buffers,
+    backend: BackendName,
+    draft: Draft,
+    pace: Pace,
+    effort: Effort,
+    *,
+    say: Callable[[str], None],
+    tokens: int = LAYER_TOKENS,
+) -> None:
+    """Of each model, whose layer's shard has so many bytes of fp32, into `draft`. Collective.
+
+    Windows come last: where they cannot be opened, copies and collectives have been measured.
+    """
+    copies: dict[str, tuple[CopySample, ...]] = {}
+
+    def note(found: BesideLayers[Any]) -> None:
+        draft.beside_layers += found.raw
+        draft.left_out += found.left_out
+
+    def transfers(ways: list[Way], layer: Layer, name: str) -> None:
+        alone = [measure_alone([way], [way.bytes_of(shards[name])], pace, effort, say=say)[0] for way in ways]
+        found = transfers_beside_layer(layer, ways, alone, copies[name], pace, say=say)
+        draft.transfers += found.samples
+        note(found)
+
+    for name in shards:
+        layer = Layer.of(name, pace.device, tokens)
+        slowed = copies_beside_layer(layer, draft.copies, pace, say=say)
+        known = {(sample.op, sample.elements): sample for sample in slowed.samples}
+        draft.copies = [known.get((old.op, old.elements), old) for old in draft.copies]
+        note(slowed)
+        copies[name] = slowed.samples
+        transfers(collectives(buffers), layer, name)
+    with one_sided(buffers, backend) as ours:
+        for name in shards:
+            transfers(ours, Layer.of(name, pace.device, tokens), name)
+
+
 def copies_beside_layer(
     layer: Layer, copies: Sequence[CopySample], pace: Pace, *, say: Callable[[str], None]
 ) -> BesideLayers[CopySample]:
@@ -88,13 +131,12 @@ def copies_beside_layer(
         say(name)
         measured = measure_scene(scene, pace)
         raw.append({"op": op, "elements": layer.shard_elements, "model": layer.model, **measured.as_dict()})
-        problem = measured.problem or ("rounds do not agree" if measured.noisy else None)
-        if problem:
-            left_out.append(f"{name}: {problem}")
+        if measured.problem:
+            left_out.append(f"{name}: {measured.problem}")
             continue
-        beside = measured.typical
-        # The simulator has copies take what they take alone.
-        slower = slowdown(beside.lost_s, known[0].p50_s, beside.beside_s[-1])
+        # The simulator has copies take what they take alone. A noisy one counts too: what it is wrong by, the transfer
+        # that comes with it is wrong by the other way round.
+        slower = slowdown(measured.lost_s, known[0].p50_s, measured.step_s)
         samples.append(replace(known[0], slowdown_compute=slower, beside_layer=layer.model))
     return BesideLayers(samples=tuple(samples), raw=tuple(raw), left_out=tuple(left_out))
 
@@ -110,15 +152,16 @@ def transfers_beside_layer(
 ) -> BesideLayers[TransferSample]:
     """An unshard and a reduce of the layer's size, `alone` with what they cost it. Collective.
 
-    `copies`: what they cost, found before; what was not found counts as nothing lost, so as lost to the transfer.
+    `copies`: what they cost, found before. What a transfer costs is flagged without: the simulator may charge for them.
     """
     lost_s = {copy.op: copy.p50_s * (1 - 1 / copy.slowdown_compute) for copy in copies if copy.slowdown_compute}
     unshard, reduce = (way.case(sample.bytes, pace.device) for way, sample in zip(ways, alone, strict=True))
-    collective = ways[1].op == "reduce_scatter"
-    scenes = _transfer_scenes(layer, unshard.call, reduce.call, adds=collective)
+    scenes = _transfer_scenes(layer, unshard.call, reduce.call, adds=ways[1].op == "reduce_scatter")
     found: list[Measured] = []
     samples, raw, left_out = [], [], []
-    # What the forward scene loses is part of what the backward scene loses.
+    collective = ways[1].op == "reduce_scatter"
+    needed: dict[str, tuple[CopyOp, ...]] = {ways[0].op: ("copy_in",)}
+    needed[ways[1].op] = ("copy_in", "add") if collective else ("copy_in",)
     known_s = lost_s.get("copy_in", 0.0)
     for way, before, scene in zip(ways, alone, scenes, strict=True):
         name = f"{way.op} beside a layer of {layer.model}"
@@ -131,19 +174,20 @@ def transfers_beside_layer(
         if problem:
             left_out.append(f"{name}: {problem}")
             continue
-        beside = measured.typical
         is_reduce = way is ways[1]
+        unsure = any(each.noisy for each in found) or any(op not in lost_s for op in needed[way.op])
         samples.append(
             replace(
                 before,
-                flagged=before.flagged or any(each.noisy for each in found),
-                overlapped_p50_s=max(beside.other_s, before.p50_s),
-                slowdown_compute=slowdown(beside.lost_s - known_s, beside.other_s, beside.beside_s[-1]),
-                slowdown_copy_out=beside.stretch if is_reduce else None,
+                flagged=before.flagged or unsure,
+                overlapped_p50_s=max(measured.other_s, before.p50_s),
+                slowdown_compute=slowdown(measured.lost_s - known_s, measured.other_s, measured.step_s),
+                slowdown_copy_out=measured.stretch if is_reduce else None,
                 beside_layer=layer.model,
             )
         )
-        known_s = beside.lost_s + (lost_s.get("add", 0.0) if collective else 0.0)
+        # What the simulator charges in a forward is part of what is lost in a backward.
+        known_s = max(measured.lost_s, known_s) + (lost_s.get("add", 0.0) if collective else 0.0)
     return BesideLayers(samples=tuple(samples), raw=tuple(raw), left_out=tuple(left_out))
 
 

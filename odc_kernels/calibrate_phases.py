@@ -16,7 +16,7 @@ from odc_kernels.bench_files import hbm_bytes_per_s
 from odc_kernels.calibrate_compute import fits_of, measure_model, samples_of
 from odc_kernels.calibrate_copies import PARTS, measure_copies
 from odc_kernels.calibrate_file import Draft, Talk
-from odc_kernels.calibrate_layers import BesideLayers, Layer, copies_beside_layer, transfers_beside_layer
+from odc_kernels.calibrate_layers import measure_beside_layers
 from odc_kernels.calibrate_optimizer import measure_host, measure_optimizer
 from odc_kernels.calibrate_shapes import (
     MIB,
@@ -94,19 +94,20 @@ class Lab:
         self.effort = _effort(options)
 
     def phases(self) -> list[tuple[str, Callable[[], None]]]:
-        """Name and function of each; what takes longest, and is of one model only, last."""
+        """Name and function of each; what others do not need last."""
         found: list[tuple[str, Callable[[], None]]] = [("ceilings", self.ceilings)]
         if self.world_size > 1:
             found += [("collectives", self.collectives), ("one-sided transfers", self.one_sided)]
         else:
             self.draft.left_out.append("transfers: there is only one rank")
+        found += [(f"compute of {name}", partial(self.compute, name)) for name in self.options.models]
         found.append(("copies", self.copies))
         found.append(("optimizer and publish", self.optimizer))
         if self.options.on_gpu:  # a CPU is its own host, and its transfers run beside nothing
             found.append(("host", self.host))  # pragma: cuda-only
             if self.world_size > 1:  # pragma: cuda-only
                 found.append(("transfers beside layers", self.beside_layers))
-        return found + [(f"compute of {name}", partial(self.compute, name)) for name in self.options.models]
+        return found
 
     def ceilings(self) -> None:
         """A large product and a large copy. The peer copy comes from the transfers."""
@@ -208,24 +209,9 @@ class Lab:
                 self.draft.left_out.append(f"transfers beside a layer of {spec.name}: no memory for its shards")
         if not shards:
             return
-        say, effort = self.talk.say, self.effort["transfers"]
         buffers = Buffers.allocate(room_bytes(list(shards.values()), self.device) // BF16_BYTES, self.device)
-        with one_sided(buffers, self.options.backend) as ours:
-            for name, shard in shards.items():
-                layer = Layer.of(name, self.device, **options)
-                copies = copies_beside_layer(layer, self.draft.copies, self.pace, say=say)
-                known = {(sample.op, sample.elements): sample for sample in copies.samples}
-                self.draft.copies = [known.get((old.op, old.elements), old) for old in self.draft.copies]
-                self._note(copies)
-                for ways in (collectives(buffers), ours):
-                    alone = [measure_alone([w], [w.bytes_of(shard)], self.pace, effort, say=say)[0] for w in ways]
-                    found = transfers_beside_layer(layer, ways, alone, copies.samples, self.pace, say=say)
-                    self.draft.transfers += found.samples
-                    self._note(found)
-
-    def _note(self, found: BesideLayers[Any]) -> None:
-        self.draft.beside_layers += found.raw
-        self.draft.left_out += found.left_out
+        effort, say = self.effort["transfers"], self.talk.say
+        measure_beside_layers(shards, buffers, self.options.backend, self.draft, self.pace, effort, say=say, **options)
 
     def _sizes(self) -> tuple[int, ...]:
         sizes = transfer_sizes(self.specs, self.world_size, quick=self.options.quick, on_gpu=self.options.on_gpu)

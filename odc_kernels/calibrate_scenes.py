@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,14 +17,14 @@ from odc_kernels.timing import Call, Marks, agree_max, estimate, summarize, sync
 ROUNDS = 7
 """So many that one in which something else held a rank up changes neither median nor percentiles."""
 PHASE_S = 0.16
-LEAST, LEAD = 8, 4
+LEAST, LEAD = 16, 4
 """Scenes in a round, and those before them, in which the host gets ahead."""
 MOST_LOST = 0.95
 """Of the other work's time; a rate of compute beside it cannot express more."""
 MOST_LATE = 0.2
 """Of the scenes may begin before the host has enqueued them."""
 MOST_NOISE = 0.2
-"""Of the other work's time, between the 20th and the 80th percentile of what rounds say is lost."""
+"""Of the other work's time: by how much the median of what rounds say is lost may be off."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,11 +51,16 @@ class Scene:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Beside:
-    """Seconds of the steps of `Scene.beside` without and with the launches, and of the launched call that is timed."""
+    """Means over the scenes of a round."""
 
     alone_s: tuple[float, ...]
+    """Of each step of `Scene.beside`, without launches."""
     beside_s: tuple[float, ...]
+    """And with them."""
+    calls_s: tuple[tuple[float, float], ...]
+    """When each call of each launch starts and ends, after the first step does: what ran beside what."""
     other_s: float
+    """Of the call that is timed."""
 
     @property
     def lost_s(self) -> float:
@@ -70,18 +75,32 @@ class Beside:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """A scene, in rounds."""
+    """A scene, in rounds: medians over these of means over ranks."""
 
     rounds: tuple[tuple[Beside, ...], ...]
-    """[ranks][rounds]: means over the scenes of a round."""
+    """[ranks][rounds]."""
     late: float
     """Part of the scenes in which the device was there before the host, on the worst rank."""
 
     @property
-    def typical(self) -> Beside:
-        """Medians over rounds, means over ranks."""
-        found = {name: np.median(values, axis=1).mean(axis=0).tolist() for name, values in self._seconds().items()}
-        return Beside(alone_s=tuple(found["alone_s"]), beside_s=tuple(found["beside_s"]), other_s=found["other_s"])
+    def lost_s(self) -> float:
+        """Compared within a round: between rounds clocks change more than a transfer costs."""
+        return statistics.median(self._each(lambda beside: beside.lost_s))
+
+    @property
+    def stretch(self) -> float:
+        """Of the first step, likewise."""
+        return statistics.median(self._each(lambda beside: beside.stretch))
+
+    @property
+    def other_s(self) -> float:
+        """Of the call that is timed."""
+        return statistics.median(self._each(lambda beside: beside.other_s))
+
+    @property
+    def step_s(self) -> float:
+        """Of the last step, beside the launches."""
+        return statistics.median(self._each(lambda beside: beside.beside_s[-1]))
 
     @property
     def problem(self) -> str | None:
@@ -90,20 +109,21 @@ class Measured:
 
     @property
     def noisy(self) -> bool:
-        """Whether rounds differ in what they say is lost."""
-        lost = summarize([statistics.mean(each.lost_s for each in ranks) for ranks in zip(*self.rounds, strict=True)])
-        return lost.p80_s - lost.p20_s > MOST_NOISE * self.typical.other_s
+        """Whether rounds differ so much in what they say is lost that their median may be far off."""
+        lost = summarize(self._each(lambda beside: beside.lost_s))
+        return lost.p80_s - lost.p20_s > MOST_NOISE * self.other_s * math.sqrt(len(self.rounds[0]))
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-able."""
-        return {"late": self.late, **self._seconds()}
-
-    def _seconds(self) -> dict[str, list[list[Any]]]:
-        """[ranks][rounds] of each field."""
+        """JSON-able, [ranks][rounds] of each field."""
+        names = ("alone_s", "beside_s", "calls_s", "other_s")
         return {
-            name: [[getattr(each, name) for each in rounds] for rounds in self.rounds]
-            for name in ("alone_s", "beside_s", "other_s")
+            "late": self.late,
+            **{name: [[getattr(each, name) for each in rounds] for rounds in self.rounds] for name in names},
         }
+
+    def _each(self, value: Callable[[Beside], float]) -> list[float]:
+        """[rounds] of the mean over ranks."""
+        return [statistics.mean(map(value, ranks)) for ranks in zip(*self.rounds, strict=True)]
 
 
 def slowdown(lost_s: float, other_s: float, step_s: float) -> float:
@@ -172,36 +192,46 @@ class _Stage:
             # Devices meet: a collective that waits for a slower rank is measured elsewhere, by `calibrate_waiting`.
             dist.all_reduce(self._meeting)
             steps.mark()
+            waited = False
             for place, step in enumerate(scene.beside):
                 if number % 2:
                     for launch, stream in zip(scene.launches, self._streams, strict=True):
                         if launch.at == place:
                             self._launch(launch, stream, number, others)
-                if place == 0:
-                    late += number >= LEAD and steps.reached()
+                waited = waited or steps.reached()
                 step()
                 steps.mark()
+            late += number >= LEAD and waited
             for step in scene.after:
                 step()
         synchronize(device)
-        each = len(scene.beside) + 1  # the last interval of these lies between two scenes
-        intervals_s = _seconds(steps, steps)
-        times = [intervals_s[i::each] for i in range(each - 1)]
-        alone, beside = ([statistics.mean(step[LEAD + odd :: 2]) for step in times] for odd in (0, 1))
-        other_s = statistics.mean(_seconds(others, steps)[::2][LEAD // 2 :])
-        return Beside(alone_s=tuple(alone), beside_s=tuple(beside), other_s=other_s), late / count
+        return self._means(steps.times_s(steps), others.times_s(steps)), late / count
+
+    def _means(self, steps_s: list[float], others_s: list[float]) -> Beside:
+        """Of the scenes after the lead; the moments of all are given."""
+        order = [(launch, place) for launch in self._in_order() for place in range(len(launch.calls))]
+        scenes = np.array(steps_s).reshape(-1, len(self._scene.beside) + 1)
+        with_launches = scenes[1::2]
+        calls = np.array(others_s).reshape(len(with_launches), len(order), 2) - with_launches[:, :1, None]
+        calls = calls[LEAD // 2 :].mean(axis=0)
+        (timed,) = [i for i, (launch, place) in enumerate(order) if place == launch.timed]
+        seconds = np.diff(scenes)
+        return Beside(
+            alone_s=tuple(seconds[LEAD::2].mean(axis=0).tolist()),
+            beside_s=tuple(seconds[LEAD + 1 :: 2].mean(axis=0).tolist()),
+            calls_s=tuple((start, end) for start, end in calls.tolist()),
+            other_s=float(calls[timed, 1] - calls[timed, 0]),
+        )
+
+    def _in_order(self) -> list[Launch]:
+        """As the host enqueues them."""
+        return sorted(self._scene.launches, key=lambda launch: launch.at)
 
     def _launch(self, launch: Launch, stream: "torch.cuda.Stream | None", number: int, marks: Marks) -> None:
         if stream is not None:  # pragma: cuda-only
             stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
-            for place, call in enumerate(launch.calls):
-                if place == launch.timed:
-                    marks.mark()
+            for call in launch.calls:
+                marks.mark()
                 call(number)
-                if place == launch.timed:
-                    marks.mark()
-
-
-def _seconds(marks: Marks, origin: Marks) -> list[float]:
-    return [end - start for start, end in marks.intervals_s(origin)]
+                marks.mark()

@@ -94,17 +94,17 @@ def build_durations(
     slow_forward = beside(
         layer_forward,
         [
-            (np.where(first_unshard, copy_in_s, 0.0), overlap.copies),
+            (np.where(first_unshard, copy_in_s, 0.0), overlap.copy_in),
             (gather_s * forward_stretch * first_unshard, overlap.unshard.compute),
         ],
     )
     slow_backward = beside(
         layer_backward,
         [
-            (np.where(backward_unshard, copy_in_s, 0.0), overlap.copies),
+            (np.where(backward_unshard, copy_in_s, 0.0), overlap.copy_in),
             (gather_s * backward_stretch * backward_unshard, overlap.unshard.compute),
             (reduce_s * reduce_stretch * reduces, overlap.reduce.compute),
-            (np.where(adds, add_s, 0.0), overlap.copies),
+            (np.where(adds, add_s, 0.0), overlap.add),
         ],
     )
     if not schedule.one_sided and gather_s > 0.0:
@@ -134,7 +134,7 @@ def build_durations(
         optimizer_s=transfers.optimizer_s,
         publish_s=transfers.publish_s,
         copy_out_stretch=copy_out_stretch,
-        # what of the last minibatch the host had not waited for, at the least
+        # what of the last minibatch the host does not wait for
         host_lead_s=transfers.optimizer_s + transfers.publish_s,
         busy_s=np.asarray(pure.sum(axis=1)),
         compute_slowdown_s=slowdown.sum(axis=1),

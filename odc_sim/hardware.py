@@ -81,8 +81,10 @@ class Overlap:
     """How many times longer compute takes beside a collective that waits for another rank; at least 1."""
     copy_out: float = 1.0
     """How many times longer the copy of gathered parameters takes beside a reduce; at least 1."""
-    copies: float = 1.0
-    """How many times slower compute progresses beside FSDP2's copies on other streams, copy-in and `+=`; at least 1."""
+    copy_in: float = 1.0
+    """How many times slower compute progresses beside the copy of the next layer's shard; at least 1."""
+    add: float = 1.0
+    """How many times slower compute progresses beside `+=` after a reduce; at least 1."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -181,7 +183,8 @@ class _SlowdownTable(_Table):
 class _TransportSection(_Section):
     slowdown_waiting: Factor = 1.0
     slowdown_copy_out: Factor = 1.0
-    slowdown_copies: Factor = 1.0
+    slowdown_copy_in: Factor = 1.0
+    slowdown_add: Factor = 1.0
     unshard: _SlowdownTable = Field(default_factory=_SlowdownTable, description="a table of slowdowns")
     reduce: _SlowdownTable = Field(default_factory=_SlowdownTable, description="a table of slowdowns")
 
@@ -325,7 +328,8 @@ def _overlap(section: _TransportSection | None) -> Overlap:
         source=section.source,
         waiting=section.slowdown_waiting,
         copy_out=section.slowdown_copy_out,
-        copies=section.slowdown_copies,
+        copy_in=section.slowdown_copy_in,
+        add=section.slowdown_add,
     )
 
 

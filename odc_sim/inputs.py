@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from odc_sim.costs import ComputeCosts, choose_costs, measured_models
 from odc_sim.errors import InputError
 from odc_sim.lengths import read_lengths
-from odc_sim.machine import Machine, load_machine
+from odc_sim.machine import Machine, load_machine, of_model
 from odc_sim.models import ModelSpec, load_model
 from odc_sim.plans import Plan, read_plan
 from odc_sim.study import Study
@@ -57,6 +57,7 @@ def load_inputs(study: Study) -> Inputs:
     given = read_plan(study.plan) if study.plan else None
     model = load_model(given.model if given and "model" not in study.model_fields_set else study.model)
     _check_cpu(machine, model)
+    machine = of_model(machine, model.name)
     compute = choose_costs(model, machine.cluster, machine.calibration, study.recompute)
     if given is not None:
         return _from_plan(study, given, model, machine, compute)

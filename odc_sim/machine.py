@@ -1,22 +1,28 @@
 """What `--hardware` names: built-in hardware, a cluster TOML, or a calibration.json measured on the machine itself."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
-from odc_sim.calibration import Calibration, TransferSample, load_calibration
+from odc_sim.calibration import Calibration, CopySample, TransferSample, load_calibration
 from odc_sim.datafiles import data_dir
-from odc_sim.hardware import Cluster, Host, Overlap, Slowdown, builtin_hardware, load_cluster
+from odc_sim.hardware import Cluster, Host, Overlap, Slowdown, Transport, builtin_hardware, load_cluster
 from odc_sim.transfers import used
+
+Row = TypeVar("Row", TransferSample, CopySample)
 
 # A slowdown is a rate, so it is read where transfers are long enough not to be all latency: shards of a layer's size,
 # or the largest that there are.
 LEAST_BYTES_FOR_SLOWDOWN = 16 << 20
 LEAST_SLOWDOWN = 0.95
 """What noise can make of a slowdown of 1: reports/kernels-h200 trusts the method to 3 to 4 %."""
-OPS = {"collective": ("all_gather", "reduce_scatter"), "odc": ("gather", "scatter_accumulate")}
+OPS: dict[Transport, tuple[str, str]] = {
+    "collective": ("all_gather", "reduce_scatter"),
+    "odc": ("gather", "scatter_accumulate"),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +61,14 @@ def load_machine(name_or_path: str) -> Machine:
         f"TFLOP/s and network are those of {like}"
     )
     return Machine(name=Path(name_or_path).stem, cluster=cluster, calibration=calibration, note=note)
+
+
+def of_model(machine: Machine, model: str) -> Machine:
+    """The same with what transfers and copies cost this model's layers, where that was measured beside them."""
+    if machine.calibration is None:
+        return machine
+    overlap = _overlaps(machine.calibration, machine.cluster, model)
+    return replace(machine, cluster=replace(machine.cluster, overlap=overlap))
 
 
 def replaced(calibration: Calibration | None) -> dict[str, str]:
@@ -100,10 +114,7 @@ def _put_in(calibration: Calibration, base: Cluster) -> Cluster:
             name=gpu or base.device.name,
             memory_bytes=memory_bytes,
         ),
-        overlap={
-            "collective": _overlap(calibration, "collective", base.overlap["collective"]),
-            "odc": _overlap(calibration, "odc", base.overlap["odc"]),
-        },
+        overlap=_overlaps(calibration, base),
         host=base.host
         if host is None
         else Host(
@@ -142,17 +153,22 @@ def _plausible(row: TransferSample) -> bool:
     return all(slowdown is not None and slowdown >= LEAST_SLOWDOWN for slowdown in slowdowns)
 
 
-def _overlap(calibration: Calibration, transport: str, default: Overlap) -> Overlap:
-    """A slowdown a little below 1 is one of about 1, seen through noise: it counts as 1, not as unknown."""
+def _overlaps(calibration: Calibration, base: Cluster, model: str = "") -> dict[Transport, Overlap]:
+    return {transport: _overlap(calibration, transport, default, model) for transport, default in base.overlap.items()}
+
+
+def _overlap(calibration: Calibration, transport: Transport, default: Overlap, model: str) -> Overlap:
+    """A slowdown a little below 1 is one of about 1, seen through noise: it counts as 1, not as unknown.
+
+    What was measured beside a layer of `model` comes first, then what was beside other models' layers.
+    """
     slowdowns: list[Slowdown] = []
     lacks: list[str] = []
     beside: list[str] = []
     for op, fallback in zip(OPS[transport], (default.unshard, default.reduce), strict=True):
         mine = [row for row in calibration.transfers if used(row, op)]
         # what training does, where it was measured; else matrix products
-        rows = [row for row in mine if row.beside_layer and not row.flagged] or _fastest(
-            [row for row in mine if not row.beside_layer and _plausible(row)]
-        )
+        rows = _of_layers(mine, model) or _fastest([row for row in mine if not row.beside_layer and _plausible(row)])
         lacks += [] if rows else [op]
         beside += ["layers" if rows[0].beside_layer else "matrix products"] if rows else []
         slowdowns.append(
@@ -162,6 +178,8 @@ def _overlap(calibration: Calibration, transport: str, default: Overlap) -> Over
             )
         )
     of_transport = [row for row in calibration.transfers if row.op in OPS[transport]]
+    reduces = _of_layers([row for row in of_transport if row.op == OPS[transport][1]], model)
+    copies = {op: _of_layers([row for row in calibration.copies if row.op == op], model) for op in ("copy_in", "add")}
     source = f"the calibration, median of large transfers beside {' and '.join(dict.fromkeys(beside))}"
     if not beside:
         source = "the calibration"
@@ -172,9 +190,16 @@ def _overlap(calibration: Calibration, transport: str, default: Overlap) -> Over
         reduce=slowdowns[1],
         source=source,
         waiting=_median_or([row.slowdown_waiting for row in of_transport], default.waiting),
-        copy_out=_median_or([row.slowdown_copy_out for row in of_transport], default.copy_out),
-        copies=_lost([row.slowdown_compute for row in calibration.copies], default.copies),
+        copy_out=_median_or([row.slowdown_copy_out for row in reduces], default.copy_out),
+        copy_in=_lost([row.slowdown_compute for row in copies["copy_in"]], default.copy_in),
+        add=_lost([row.slowdown_compute for row in copies["add"]], default.add),
     )
+
+
+def _of_layers(rows: Sequence[Row], model: str) -> list[Row]:
+    """Those measured beside layers: of `model`, or else of any."""
+    of_layers = [row for row in rows if row.beside_layer and not row.flagged]
+    return [row for row in of_layers if row.beside_layer == model] or of_layers
 
 
 def _lost(slowdowns: list[float | None], default: float) -> float:

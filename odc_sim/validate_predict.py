@@ -13,7 +13,7 @@ from odc_sim.emulation import default_parameters_scale, emulated_shape, executed
 from odc_sim.errors import InputError
 from odc_sim.execution import Load, build_durations, execute
 from odc_sim.hardware import Cluster
-from odc_sim.machine import Machine, load_machine
+from odc_sim.machine import Machine, load_machine, of_model
 from odc_sim.memory import MemoryEstimate, peak_memory
 from odc_sim.memory_moments import Place
 from odc_sim.memory_plan import plan_peak
@@ -125,7 +125,8 @@ def price(run: Run, machine: Machine) -> Priced:
     reason = obstacle(schedule, run.plan)
     if reason:
         raise InputError(f"{run.folder}: {config.schedule} cannot run its plan: {reason}")
-    model, cluster = load_run_model(run), machine.cluster
+    model = load_run_model(run)
+    cluster = of_model(machine, model.name).cluster
     compute = choose_costs(model, cluster, machine.calibration, config.recompute)
     shape: ModelShape = model
     if config.compute == "emulated":

@@ -128,10 +128,13 @@ class TestReduction:
     LAYERS = 2
     COUNTS = ((2, 3, 2, 2),)
 
-    def built(self, schedule, copy_out=1.0, copies=1.0, **reduce):
+    def built(self, schedule, copy_out=1.0, copies=(1.0, 1.0), **reduce):
         model = replace(load_model("qwen2.5-1.5b"), layers=self.LAYERS)
         cluster = load_cluster("generic")
-        slow = Overlap(unshard=Slowdown(), reduce=Slowdown(**reduce), source="a test", copy_out=copy_out, copies=copies)
+        beside_copies = {"copy_in": copies[0], "add": copies[1]}
+        slow = Overlap(
+            unshard=Slowdown(), reduce=Slowdown(**reduce), source="a test", copy_out=copy_out, **beside_copies
+        )
         cluster = replace(cluster, overlap={"collective": slow, "odc": slow})
         unit = UnitCost(c1_s_per_token=1e-5)
         parts = (f"{name}_{way}" for name in ("embedding", "layer", "head") for way in ("forward", "backward"))
@@ -161,12 +164,12 @@ class TestReduction:
 
     @pytest.mark.parametrize("schedule", ["collective", "odc", "collective-deferred", "odc-local-sum"])
     def test_copies_on_other_streams_slow_compute_where_they_run(self, schedule):
-        plain, exists = self.built(schedule, copies=1.0)
-        durations, _ = self.built(schedule, copies=2.0)
+        plain, exists = self.built(schedule)
+        durations, _ = self.built(schedule, copies=(2.0, 4.0))
         index = np.arange(3)[None, :, None]
         unshards = exists & (index == 0) if schedule == "collective-deferred" else exists
         again = (exists & (index > 0)) * (schedule == "collective")  # one-sided, a push adds
-        copy_in_s, add_s = (0.5 * seconds[1] for seconds in (durations.copy_in_s, durations.add_s))
+        copy_in_s, add_s = 0.5 * durations.copy_in_s[1], 0.75 * durations.add_s[1]
         lost_s = durations.forward_s[:, :, 1] - plain.forward_s[:, :, 1]
         assert lost_s == pytest.approx(copy_in_s * unshards)
         lost_s = durations.backward_s[:, :, 1] - plain.backward_s[:, :, 1]

@@ -112,7 +112,8 @@ latency_s = 3e-5
 source = "the invoice"
 [overlap.odc]
 slowdown_copy_out = 3
-slowdown_copies = 2
+slowdown_copy_in = 2
+slowdown_add = 4
 unshard = { slowdown_transfer = 1.5 }
 reduce = { slowdown_transfer = 2, slowdown_compute = 1.1 }
 [host]
@@ -123,8 +124,9 @@ linear = 0.7
 attention = 1
 """
     )
-    assert (cluster.overlap["odc"].copy_out, cluster.overlap["odc"].copies) == (3.0, 2.0)
-    assert (cluster.overlap["collective"].copy_out, cluster.overlap["collective"].copies) == (1.0, 1.0)
+    ours, stock = (cluster.overlap[transport] for transport in ("odc", "collective"))
+    assert (ours.copy_out, ours.copy_in, ours.add) == (3.0, 2.0, 4.0)
+    assert (stock.copy_out, stock.copy_in, stock.add) == (1.0, 1.0, 1.0)
     assert (cluster.intra.collective_bytes_per_s, cluster.intra.one_sided_bytes_per_s) == (40e9, 50e9)
     assert (cluster.intra.collective_latency_s, cluster.intra.one_sided_latency_s) == (1e-5, 0.0)
     assert cluster.inter is not None

@@ -10,7 +10,8 @@ from odc_sim.calibration import load_calibration
 from odc_sim.errors import InputError
 from odc_sim.fits import Line, spread
 from odc_sim.hardware import load_cluster
-from odc_sim.machine import load_machine
+from odc_sim.inputs import load_inputs
+from odc_sim.machine import load_machine, of_model
 
 SMALL = Path(__file__).parent / "data" / "calibration-small.json"
 
@@ -51,22 +52,51 @@ def test_what_a_transfer_costs_a_layer_comes_before_what_it_costs_matrix_product
         for m, slowdown in (("small", 2.0), ("large", 3.0))
     ]
     (tmp_path / "mine.json").write_text(json.dumps(data | {"transfers": data["transfers"] + of_layers}))
-    data["transfers"] += [r | {"slowdown_copy_out": 3.0} for r in data["transfers"] if r["op"] == "scatter_accumulate"]
-    (tmp_path / "copies.json").write_text(json.dumps(data))
-    assert load_machine(str(tmp_path / "copies.json")).cluster.overlap["odc"].copy_out == 3.0
-    for row in data["copies"][:2]:
-        row |= {"slowdown_compute": 4.0 if row is data["copies"][0] else 2.0}
-    (tmp_path / "copies.json").write_text(json.dumps(data))
-    overlaps = load_machine(str(tmp_path / "copies.json")).cluster.overlap
-    # three quarters and a half of the copy's time are lost: 5 / 8
-    assert [overlaps[transport].copies for transport in ("collective", "odc")] == pytest.approx([8 / 3, 8 / 3])
     before = load_machine(str(SMALL)).cluster.overlap["odc"]
-    assert (before.copy_out, before.copies) == (1.0, 1.0)
     overlap = load_machine(str(tmp_path / "mine.json")).cluster.overlap["odc"]
     # half and two thirds of the transfer's time are lost: 7 / 12 of it
     assert (overlap.unshard.transfer, overlap.unshard.compute) == (pytest.approx(1.5), pytest.approx(12 / 5))
     assert overlap.reduce == before.reduce
     assert overlap.source == "the calibration, median of large transfers beside layers and matrix products"
+
+
+def beside_layers(model, slowdown, copy_slowdown):
+    """The small calibration's last reduce and first copies, as measured beside a layer of `model`."""
+    data = json.loads(SMALL.read_text())
+    reduce = [row for row in data["transfers"] if row["op"] == "scatter_accumulate"][-1]
+    reduce |= {"beside_layer": model, "slowdown_compute": slowdown, "overlapped_p50_s": 1.5 * reduce["p50_s"]}
+    reduce["flagged"] = False
+    copies = [row for row in data["copies"] if row["op"] in ("copy_in", "add")]
+    assert len({row["op"] for row in copies}) == 2
+    found = [reduce | {"slowdown_copy_out": 2 * slowdown}], []
+    for row in copies:
+        found[1].append(row | {"beside_layer": model, "slowdown_compute": copy_slowdown + (row["op"] == "add")})
+    return found
+
+
+def test_what_was_measured_beside_a_models_own_layers_comes_first(tmp_path):
+    data = json.loads(SMALL.read_text())
+    for model, slowdown, copy_slowdown in (("tiny", 2.0, 1.5), ("large", 4.0, 3.0)):
+        transfers, copies = beside_layers(model, slowdown, copy_slowdown)
+        data["transfers"] += transfers
+        data["copies"] += copies
+    (tmp_path / "mine.json").write_text(json.dumps(data))
+    machine = load_machine(str(tmp_path / "mine.json"))
+    expected = {"tiny": (2.0, 4.0, 1.5, 2.5), "large": (4.0, 8.0, 3.0, 4.0)}
+    # of another model half and three quarters are lost, so five eighths; stretches are as they are
+    expected["other"] = (8 / 3, 6.0, 2.0, 40 / 13)
+    for model, of_it in expected.items():
+        overlap = of_model(machine, model).cluster.overlap["odc"]
+        found = overlap.reduce.compute, overlap.copy_out, overlap.copy_in, overlap.add
+        assert found == pytest.approx(of_it)
+        assert of_model(machine, model).cluster.overlap["odc"].unshard == machine.cluster.overlap["odc"].unshard
+    study = Study(hardware=str(tmp_path / "mine.json"), model="tiny", minibatches=2, devices=2, scale=0.01)
+    assert load_inputs(study).machine.cluster.overlap["odc"].reduce.compute == pytest.approx(2.0)
+    for row in (*data["transfers"], *data["copies"]):
+        row["flagged"] = row["flagged"] or bool(row.get("beside_layer"))
+    (tmp_path / "mine.json").write_text(json.dumps(data))
+    assert load_machine(str(tmp_path / "mine.json")).cluster == load_machine(str(SMALL)).cluster
+    assert of_model(load_machine("generic"), "tiny") == load_machine("generic")
 
 
 def test_a_slowdown_a_little_below_one_counts_as_one_and_one_far_below_as_unknown(tmp_path):
@@ -107,7 +137,7 @@ def test_built_in_h200_is_its_committed_calibration():
     assert max(fit.heldout_max_rel_error for fit in machine.calibration.fits) < 0.05
     assert not any(sample.flagged for sample in machine.calibration.compute)
     for overlap in machine.cluster.overlap.values():
-        assert overlap.copies > 1
+        assert min(overlap.copy_in, overlap.add) > 1
         for slowdown in (overlap.unshard, overlap.reduce):
             assert min(slowdown.transfer, slowdown.compute) >= 1
 

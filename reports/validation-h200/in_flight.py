@@ -9,6 +9,8 @@ flight are those of collective-deferred: all forwards but a minibatch's first, a
 import json
 import tempfile
 from pathlib import Path
+from statistics import mean, median
+from typing import Any
 
 import pandas as pd
 
@@ -18,6 +20,7 @@ from odc_sim.validate import validate
 HERE = Path(__file__).parent
 RUNS = HERE / "runs"
 CALIBRATION = HERE / "calibration-3.json"
+MODEL = "qwen2.5-1.5b"
 FITS = {"forward": "forward", "backward": "backward_recompute"}
 FULL_TOKENS = 7000
 LAYERS = (5, 22)
@@ -53,10 +56,20 @@ def layers(name: str, fits: dict[str, dict[str, float]]) -> pd.DataFrame:
     )
 
 
+def lost_alone_us(calibration: dict[str, Any]) -> dict[str, float]:
+    """What a layer lost beside each copy and transfer alone, begun with the layer: compared within rounds."""
+    found = {}
+    for raw in calibration["environment"]["calibrate"]["beside_layers"]:
+        rounds = zip(zip(*raw["alone_s"], strict=True), zip(*raw["beside_s"], strict=True), strict=True)
+        lost_s = [mean(b[-1] - a[-1] for a, b in zip(alone, beside, strict=True)) for alone, beside in rounds]
+        found[raw["op"]] = 1e6 * median(lost_s)
+    return found
+
+
 def main() -> None:
     """Print what layers lose, and the predictions before and after that is put into a copy of the calibration."""
     calibration = json.loads(CALIBRATION.read_text(encoding="utf-8"))
-    fits = {f["direction"]: f for f in calibration["fits"] if f["unit"] == "layer"}
+    fits = {f["direction"]: f for f in calibration["fits"] if (f["model"], f["unit"]) == (MODEL, "layer")}
     deferred = layers("short-collective-deferred-lb-mini", fits)
     free_us, factor = {}, {}
     for kind, mask in (("forward", ~deferred["first"]), ("backward", ~deferred["last"])):
@@ -65,14 +78,14 @@ def main() -> None:
         factor[kind] = 1 + (free.beyond_us / free.fitted_us).median()
         print(f"{kind}, nothing in flight: {free_us[kind]:+.0f} us, {factor[kind]:.3f} of the calibration's")
 
-    def lost_us(name: str, table: pd.DataFrame, kind: str, mask: "pd.Series[bool] | bool", beside: str) -> float:
+    def lost_of(name: str, table: pd.DataFrame, kind: str, mask: "pd.Series[bool] | bool", beside: str) -> float:
         mine = table[(table.kind == kind) & mask]
         lost = float(mine.beyond_us.median() - free_us[kind])
         print(f"{kind}, {name}: {lost:.0f} us lost beside {beside}, {len(mine)} layers")
         return lost
 
-    first_unshard = lost_us("deferred's first", deferred, "forward", deferred["first"], "copy-in and all_gather")
-    last_reduce = lost_us("deferred's last", deferred, "backward", deferred["last"], "reduce_scatter")
+    first_unshard = lost_of("deferred's first", deferred, "forward", deferred["first"], "copy-in and all_gather")
+    last_reduce = lost_of("deferred's last", deferred, "backward", deferred["last"], "reduce_scatter")
     lost: dict[str, tuple[float, float]] = {"collective": (first_unshard, last_reduce)}
     for study, names in SETS.items():
         for name in names[:2]:
@@ -81,26 +94,29 @@ def main() -> None:
             unshard, reduce = OPS["odc" if one_sided else "collective"]
             check = ", and the comparison with what was published" if one_sided else ""
             add = "" if one_sided else " and +="
-            lost_us(name, table, "forward", table["first"], f"copy-in and {unshard}{check}")
-            again = lost_us(name, table, "forward", ~table["first"], f"copy-in and {unshard}")
-            lost_us(name, table, "backward", table["first"], f"copy-in, {unshard} and {reduce}")
-            both = lost_us(name, table, "backward", ~table["first"], f"copy-in, {unshard}, {reduce}{add}")
+            lost_of(name, table, "forward", table["first"], f"copy-in and {unshard}{check}")
+            again = lost_of(name, table, "forward", ~table["first"], f"copy-in and {unshard}")
+            lost_of(name, table, "backward", table["first"], f"copy-in, {unshard} and {reduce}")
+            both = lost_of(name, table, "backward", ~table["first"], f"copy-in, {unshard}, {reduce}{add}")
             if one_sided and study == "short":
                 lost["odc"] = (again, both - again)
 
-    copies = {row["op"]: row for row in calibration["copies"] if row.get("slowdown_compute")}
-    copy_in_us = 1e6 * copies["copy_in"]["p50_s"] * (1 - 1 / copies["copy_in"]["slowdown_compute"])
+    alone_us = lost_alone_us(calibration)
+    print("begun with a layer, alone:", ", ".join(f"{op} {lost_us:.0f} us" for op, lost_us in alone_us.items()))
+    for row in calibration["copies"]:
+        if row.get("beside_layer") == MODEL:
+            row["slowdown_compute"] = 1e6 * row["p50_s"] / (1e6 * row["p50_s"] - alone_us[row["op"]])
+    copy_in_us = alone_us["copy_in"]
     for kind, direction in FITS.items():
         for coefficient in ("c0_s", "c1_s_per_token", "c2_s_per_token2"):
             fits[direction][coefficient] *= factor[kind]
     for transport, (unshard_us, reduce_us) in lost.items():
         for op, of_op_us in zip(OPS[transport], (unshard_us - copy_in_us, reduce_us), strict=True):
             for row in calibration["transfers"]:
-                if row["op"] == op and row.get("beside_layer"):
+                if row["op"] == op and row.get("beside_layer") == MODEL:
                     took_us = 1e6 * row["overlapped_p50_s"]
-                    before = took_us * (1 - 1 / row["slowdown_compute"])
                     row["slowdown_compute"] = took_us / (took_us - max(0.0, of_op_us))
-                    print(f"{op}: {took_us:.0f} us, costs {before:.0f} in the calibration, {of_op_us:.0f} in training")
+                    print(f"{op}: {took_us:.0f} us, costs {alone_us[op]:.0f} alone, {of_op_us:.0f} in training")
     with tempfile.TemporaryDirectory() as folder:
         after = Path(folder) / "after.json"
         after.write_text(json.dumps(calibration), encoding="utf-8")

@@ -45,18 +45,33 @@ def test_slowdown_by_hand(lost_s, other_s, step_s, expected):
     assert slowdown(lost_s, other_s, step_s) == pytest.approx(expected)
 
 
+def beside(alone_s, lost_s):
+    return Beside(
+        alone_s=(0.5, alone_s), beside_s=(1.5, alone_s + lost_s), calls_s=((0.1, 0.4), (0.4, 2.4)), other_s=2.0
+    )
+
+
 def measured(*lost_s, late=0.0):
-    rounds = tuple(Beside(alone_s=(0.5, 10.0), beside_s=(1.5, 10.0 + lost), other_s=2.0) for lost in lost_s)
+    rounds = tuple(beside(10.0, lost) for lost in lost_s)
     return Measured(rounds=(rounds, rounds), late=late)
 
 
 def test_rounds_that_do_not_agree_are_noisy():
     one_hiccup = measured(1.0, 1.1, 1.1, 1.1, 1.2, 1.2, 50.0)
-    assert one_hiccup.typical.lost_s == pytest.approx(1.1)
-    assert one_hiccup.typical.stretch == pytest.approx(3.0)
+    assert one_hiccup.lost_s == pytest.approx(1.1)
+    assert (one_hiccup.stretch, one_hiccup.other_s, one_hiccup.step_s) == pytest.approx((3.0, 2.0, 11.1))
     assert not one_hiccup.noisy
     assert measured(1.0, 1.1, 1.1, 1.1, 1.2, 50.0, 50.0).noisy
     assert one_hiccup.as_dict()["beside_s"][1][0] == (1.5, 11.0)
+    # the 80th percentile is 1.2 above the 20th: over the root of seven rounds a quarter of the 2 s
+    assert measured(1.0, 1.0, 1.0, 1.1, 2.2, 2.2, 2.2).noisy
+    assert not measured(1.0, 1.0, 1.0, 1.1, 1.9, 1.9, 1.9).noisy
+
+
+def test_what_is_lost_is_compared_within_rounds():
+    """The layer takes 9, 10 and 12 s as clocks change, and loses 1, 1 and 0.5; the other rank's loses 0.2 more."""
+    ranks = [[beside(9.0, 1.0 + more), beside(10.0, 1.0 + more), beside(12.0, 0.5 + more)] for more in (0.0, 0.2)]
+    assert Measured(rounds=tuple(map(tuple, ranks)), late=0.0).lost_s == pytest.approx(1.1)
 
 
 def scenes_rank(rank):
@@ -86,13 +101,20 @@ def test_every_other_scene_has_launches_which_start_with_the_steps_that_they_nam
     (found, order), _ = run_ranks(scenes_rank, 2, timeout_s=60)
     alone = ["before", "short", "long", "after"]
     assert order[-11:] == [*alone, "before", "first", "untimed", "short", "second", "long", "after"]
-    beside = found.typical
     # a CPU does one after the other; waiting for the slower rank is not in it
-    assert 0.01 <= beside.other_s < 0.019
-    assert 0.005 <= beside.alone_s[0] < 0.014
-    assert beside.beside_s[0] >= 0.017
-    assert beside.alone_s[1] >= 0.04
-    assert beside.lost_s >= 0.015
+    assert 0.01 <= found.other_s < 0.019
+    assert found.lost_s >= 0.015
+    for round_ in found.rounds[0]:
+        assert 0.005 <= round_.alone_s[0] < 0.014
+        assert round_.beside_s[0] >= 0.017
+        assert round_.alone_s[1] >= 0.04
+        moments = [moment for call in round_.calls_s for moment in call]
+        assert moments == sorted(moments)
+        first, untimed, second = (end - start for start, end in round_.calls_s)
+        assert first == pytest.approx(round_.other_s)
+        assert min(first - 0.01, untimed - 0.002, second - 0.02) >= 0
+        assert round_.calls_s[0][0] < 0.002
+        assert round_.calls_s[2][0] >= 0.017
     assert found.late == 0
     assert [len(rounds) for rounds in found.rounds] == [2, 2]
 
@@ -169,7 +191,7 @@ def test_what_a_copy_costs_a_layer_is_of_the_time_that_the_copy_takes_alone(monk
     assert found.left_out == ()
 
 
-def test_a_copy_that_was_not_timed_alone_or_not_well_beside_a_layer_is_left_out(monkeypatch):
+def test_a_copy_that_was_not_timed_alone_or_whose_host_was_late_is_left_out(monkeypatch):
     found_in_turn(monkeypatch, measured(0.5, 0.5, late=0.3))
     found = copies_beside_layer(layer(), copy_samples()[:1], PACE, say=quiet)
     assert found.samples == ()
@@ -177,9 +199,6 @@ def test_a_copy_that_was_not_timed_alone_or_not_well_beside_a_layer_is_left_out(
         "copy_in beside a layer of small: the host was late in 30% of them",
         "add beside a layer of small: its time alone was not measured",
     )
-    found_in_turn(monkeypatch, measured(0.1, 0.9, 3.0))
-    found = copies_beside_layer(layer(), copy_samples()[:1], PACE, say=quiet)
-    assert found.left_out[0] == "copy_in beside a layer of small: rounds do not agree"
 
 
 def pair(one_sided):
@@ -197,10 +216,8 @@ def pair(one_sided):
 
 @pytest.mark.parametrize(("one_sided", "reduce_lost_s"), [(False, 0.5), (True, 0.7)])
 def test_a_transfer_costs_what_is_lost_beyond_the_copies_and_the_other_transfer(monkeypatch, one_sided, reduce_lost_s):
-    copies = [replace(sample, slowdown_compute=5 / 4) for sample in copy_samples()[::4]]  # 0.2 s each
     found_in_turn(monkeypatch, measured(0.7, 0.7), measured(1.4, 1.4))
-    ways, alone = pair(one_sided)
-    found = transfers_beside_layer(layer(), ways, alone, copies, PACE, say=quiet)
+    found = transfers_beside_layer(layer(), *pair(one_sided), known_copies(), PACE, say=quiet)
     # forward: copy-in and the unshard lose 0.7 s; backward: those, the reduce and, of a collective, += lose 1.4 s
     lost = [2.0 * (1 - 1 / row.slowdown_compute) for row in found.samples]
     assert lost == pytest.approx([0.5, reduce_lost_s])
@@ -218,9 +235,44 @@ def test_where_the_forward_says_nothing_the_backward_does_not_either(monkeypatch
         "reduce_scatter beside a layer of small: the host was late in 30% of them",
     )
     assert [raw["late"] for raw in found.raw] == [0.3, 0.0]
+
+
+def known_copies():
+    """Of one second, of which a layer loses 0.2."""
+    return [replace(sample, slowdown_compute=5 / 4) for sample in copy_samples()[::4]]
+
+
+def test_a_noisy_forward_makes_both_transfers_unsure(monkeypatch):
     found_in_turn(monkeypatch, measured(0.1, 0.9, 3.0), measured(1.4, 1.4, 1.4))
-    found = transfers_beside_layer(layer(), *pair(one_sided=False), [], PACE, say=quiet)
+    found = transfers_beside_layer(layer(), *pair(one_sided=False), known_copies(), PACE, say=quiet)
     assert [row.flagged for row in found.samples] == [True, True]
+    found_in_turn(monkeypatch, measured(0.5, 0.5, 0.5), measured(1.4, 0.2, 3.0))
+    found = transfers_beside_layer(layer(), *pair(one_sided=False), known_copies(), PACE, say=quiet)
+    assert [row.flagged for row in found.samples] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("one_sided", "missing", "flagged"),
+    [
+        (False, "copy_in", [True, True]),
+        (False, "add", [False, True]),
+        (True, "copy_in", [True, True]),
+        (True, "add", [False, False]),
+    ],
+)
+def test_a_transfer_is_unsure_where_a_copy_that_comes_with_it_is_unknown(monkeypatch, one_sided, missing, flagged):
+    found_in_turn(monkeypatch, measured(0.7, 0.7), measured(1.4, 1.4))
+    copies = [copy for copy in known_copies() if copy.op != missing]
+    found = transfers_beside_layer(layer(), *pair(one_sided), copies, PACE, say=quiet)
+    assert [row.flagged for row in found.samples] == flagged
+
+
+def test_what_the_simulator_charges_at_the_least_is_not_charged_to_the_reduce_again(monkeypatch):
+    """The forward loses 0.1 s beside copy-in and gather, less than copy-in alone did, which is 0.2 s."""
+    found_in_turn(monkeypatch, measured(0.1, 0.1), measured(1.0, 1.0))
+    found = transfers_beside_layer(layer(), *pair(one_sided=True), known_copies(), PACE, say=quiet)
+    lost = [2.0 * (1 - 1 / row.slowdown_compute) for row in found.samples]
+    assert lost == pytest.approx([0.0, 0.8])
 
 
 def test_scenes_are_as_fsdp2s_program():

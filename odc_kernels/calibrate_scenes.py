@@ -17,7 +17,7 @@ from odc_kernels.timing import Call, Marks, agree_max, estimate, summarize, sync
 ROUNDS = 7
 """So many that one in which something else held a rank up changes neither median nor percentiles."""
 PHASE_S = 0.16
-LEAST, LEAD = 16, 4
+LEAST, LEAD = 12, 4
 """Scenes in a round, and those before them, in which the host gets ahead."""
 MOST_LOST = 0.95
 """Of the other work's time; a rate of compute beside it cannot express more."""

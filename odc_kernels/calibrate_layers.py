@@ -154,16 +154,19 @@ def transfers_beside_layer(
 
     `copies`: what they cost, found before. What a transfer costs is flagged without: the simulator may charge for them.
     """
-    lost_s = {copy.op: copy.p50_s * (1 - 1 / copy.slowdown_compute) for copy in copies if copy.slowdown_compute}
+    lost_s = {
+        copy.op: copy.p50_s * (1 - 1 / copy.slowdown_compute)
+        for copy in copies
+        if copy.slowdown_compute and not copy.flagged
+    }
     unshard, reduce = (way.case(sample.bytes, pace.device) for way, sample in zip(ways, alone, strict=True))
-    scenes = _transfer_scenes(layer, unshard.call, reduce.call, adds=ways[1].op == "reduce_scatter")
+    adds = ways[1].op == "reduce_scatter"
+    scenes = _transfer_scenes(layer, unshard.call, reduce.call, adds=adds)
+    needed: list[set[CopyOp]] = [{"copy_in"}, {"copy_in", "add"} if adds else {"copy_in"}]
     found: list[Measured] = []
     samples, raw, left_out = [], [], []
-    collective = ways[1].op == "reduce_scatter"
-    needed: dict[str, tuple[CopyOp, ...]] = {ways[0].op: ("copy_in",)}
-    needed[ways[1].op] = ("copy_in", "add") if collective else ("copy_in",)
     known_s = lost_s.get("copy_in", 0.0)
-    for way, before, scene in zip(ways, alone, scenes, strict=True):
+    for way, before, scene, ops in zip(ways, alone, scenes, needed, strict=True):
         name = f"{way.op} beside a layer of {layer.model}"
         say(name)
         measured = measure_scene(scene, pace)
@@ -174,20 +177,19 @@ def transfers_beside_layer(
         if problem:
             left_out.append(f"{name}: {problem}")
             continue
-        is_reduce = way is ways[1]
-        unsure = any(each.noisy for each in found) or any(op not in lost_s for op in needed[way.op])
+        unsure = any(each.noisy for each in found) or not ops <= lost_s.keys()
         samples.append(
             replace(
                 before,
                 flagged=before.flagged or unsure,
                 overlapped_p50_s=max(measured.other_s, before.p50_s),
                 slowdown_compute=slowdown(measured.lost_s - known_s, measured.other_s, measured.step_s),
-                slowdown_copy_out=measured.stretch if is_reduce else None,
+                slowdown_copy_out=measured.stretch if way is ways[1] else None,
                 beside_layer=layer.model,
             )
         )
         # What the simulator charges in a forward is part of what is lost in a backward.
-        known_s = max(measured.lost_s, known_s) + (lost_s.get("add", 0.0) if collective else 0.0)
+        known_s = max(measured.lost_s, known_s) + (lost_s.get("add", 0.0) if adds else 0.0)
     return BesideLayers(samples=tuple(samples), raw=tuple(raw), left_out=tuple(left_out))
 
 

@@ -67,7 +67,8 @@ def of_model(machine: Machine, model: str) -> Machine:
     """The same with what transfers and copies cost this model's layers, where that was measured beside them."""
     if machine.calibration is None:
         return machine
-    overlap = _overlaps(machine.calibration, machine.cluster, model)
+    found = _overlaps(machine.calibration, machine.cluster, model)
+    overlap = {name: replace(found[name], source=general.source) for name, general in machine.cluster.overlap.items()}
     return replace(machine, cluster=replace(machine.cluster, overlap=overlap))
 
 

@@ -89,7 +89,8 @@ def test_what_was_measured_beside_a_models_own_layers_comes_first(tmp_path):
         overlap = of_model(machine, model).cluster.overlap["odc"]
         found = overlap.reduce.compute, overlap.copy_out, overlap.copy_in, overlap.add
         assert found == pytest.approx(of_it)
-        assert of_model(machine, model).cluster.overlap["odc"].unshard == machine.cluster.overlap["odc"].unshard
+        assert overlap.unshard == machine.cluster.overlap["odc"].unshard
+        assert overlap.source == machine.cluster.overlap["odc"].source
     study = Study(hardware=str(tmp_path / "mine.json"), model="tiny", minibatches=2, devices=2, scale=0.01)
     assert load_inputs(study).machine.cluster.overlap["odc"].reduce.compute == pytest.approx(2.0)
     for row in (*data["transfers"], *data["copies"]):

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+START_METHOD = "spawn"
+"""Of `multiprocessing`. A fork of this process would inherit its devices and threads."""
 INTERRUPT_S = 2.0
 """Ctrl-C reaches all processes of a terminal; so long the ranks have to end by themselves."""
 
@@ -69,7 +71,7 @@ def run_ranks(
     Raises:
         RankError: a rank raised, died, or was not finished in time. All ranks are gone when it is raised.
     """
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context(START_METHOD)
     # Hosted here, so that it outlives any rank that dies.
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     results = context.Queue()

@@ -297,6 +297,12 @@ def test_long_steps_need_few_samples_and_short_ones_a_run_up():
     assert _plan(0.01, 0.0, EFFORT, cpu, False).clock is time.thread_time
 
 
+def test_a_lead_is_made_of_whole_pieces_of_work():
+    pace = Pace.__new__(Pace)
+    pace._work_s = 0.011
+    assert [pace.lead_s(seconds) for seconds in (0.0, 0.004, 0.02)] == pytest.approx([0.0, 0.011, 0.022])
+
+
 def test_gpus_are_held_to_more_than_cpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

@@ -1,13 +1,15 @@
 # Needs make and Python 3.11 or newer, nothing else: everything is installed into .venv.
 #   make simulate [ARGS="--devices 16"]    an example study     make test    make test-kernels
-#   make lint    make bench    make clean
+#   make test-torch [TORCH=2.12.1]    make lint    make bench    make clean
 
 PYTHON ?= python3
 JOBS ?= 2
 BIN := .venv/bin
 ARGS ?=
+TORCH ?= 2.11.0
+TORCH_TESTS := $(addprefix tests/kernels/test_, fsdp_cpu.py drift.py copies.py windows_cpu.py)
 
-.PHONY: simulate test lint bench clean
+.PHONY: simulate test test-kernels test-torch lint bench clean
 
 simulate: .venv/installed
 	$(BIN)/odc simulate --workload longalign $(ARGS)
@@ -22,6 +24,15 @@ test-kernels: .venv-kernels/installed
 	  --cov --cov-config=tests/kernels/coverage.ini --cov-report=term --cov-report=json:.venv-kernels/coverage.json $(ARGS)
 	.venv-kernels/bin/python tests/kernels/cuda_only.py .venv-kernels/coverage.json
 
+# The library under an older torch, whose wheels are for CUDA: 5 GB with what they need. numpy is that of its Triton's
+# interpreter. Where they cannot be installed, that is all it says.
+test-torch: | .venv/pyvenv.cfg
+	$(PYTHON) -m venv .venv-torch
+	echo '*' > .venv-torch/.gitignore
+	@if timeout 600 .venv-torch/bin/python -m pip install --quiet --disable-pip-version-check -e . torch==$(TORCH) 'numpy<2.4' pytest; \
+	then .venv-torch/bin/python -W ignore::FutureWarning -m pytest $(TORCH_TESTS) $(ARGS); \
+	else echo "torch $(TORCH) cannot be installed here: not tested"; fi
+
 lint: .venv/installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -31,7 +42,7 @@ bench: .venv/installed-test
 	$(BIN)/pytest -m bench $(ARGS)
 
 clean:
-	rm -rf .venv .venv-kernels build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-kernels .venv-torch build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamps are older than pyproject.toml only where dependencies or packaging may have changed. Installs are editable,

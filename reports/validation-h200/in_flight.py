@@ -71,12 +71,12 @@ def main() -> None:
     calibration = json.loads(CALIBRATION.read_text(encoding="utf-8"))
     fits = {f["direction"]: f for f in calibration["fits"] if (f["model"], f["unit"]) == (MODEL, "layer")}
     deferred = layers("short-collective-deferred-lb-mini", fits)
-    free_us, factor = {}, {}
+    free_us = {}
     for kind, mask in (("forward", ~deferred["first"]), ("backward", ~deferred["last"])):
         free = deferred[(deferred.kind == kind) & mask]
         free_us[kind] = free.beyond_us.median()
-        factor[kind] = 1 + (free.beyond_us / free.fitted_us).median()
-        print(f"{kind}, nothing in flight: {free_us[kind]:+.0f} us, {factor[kind]:.3f} of the calibration's")
+        factor = 1 + (free.beyond_us / free.fitted_us).median()
+        print(f"{kind}, nothing in flight: {free_us[kind]:+.0f} us, {factor:.3f} of the calibration's")
 
     def lost_of(name: str, table: pd.DataFrame, kind: str, mask: "pd.Series[bool] | bool", beside: str) -> float:
         mine = table[(table.kind == kind) & mask]
@@ -107,9 +107,6 @@ def main() -> None:
         if row.get("beside_layer") == MODEL:
             row["slowdown_compute"] = 1e6 * row["p50_s"] / (1e6 * row["p50_s"] - alone_us[row["op"]])
     copy_in_us = alone_us["copy_in"]
-    for kind, direction in FITS.items():
-        for coefficient in ("c0_s", "c1_s_per_token", "c2_s_per_token2"):
-            fits[direction][coefficient] *= factor[kind]
     for transport, (unshard_us, reduce_us) in lost.items():
         for op, of_op_us in zip(OPS[transport], (unshard_us - copy_in_us, reduce_us), strict=True):
             for row in calibration["transfers"]:
@@ -124,10 +121,11 @@ def main() -> None:
             for when, path in (("before", CALIBRATION), ("after", after)):
                 found = validate([RUNS / f"{study}-{name}" for name in names], hardware=path)
                 for each in found.runs:
+                    worst = max(each.idle_causes.items(), key=lambda item: abs(item[1].points or 0.0))
                     print(
                         f"{when}, {each.run.name}: step {each.step.percent:+.1f} %, median minibatch "
-                        f"{pd.Series(each.minibatch_percent).median():+.1f} %, slowdown "
-                        f"{each.idle_causes['compute_slowdown'].points:+.1f} points"
+                        f"{pd.Series(each.minibatch_percent).median():+.1f} %, largest error of a cause of idle time "
+                        f"{worst[1].points:+.1f} points ({worst[0]})"
                     )
                 for pair in found.speedups:
                     print(f"{when}, {pair.run}: {pair.predicted:.3f}x predicted, {pair.measured.value:.3f}x measured")

@@ -42,7 +42,7 @@ def measure_copies(
     units: dict[int, TensorShapes] = {}
     for part in parts:
         shapes = fewer_rows(layer_tensors(models[0]), part)
-        units[_elements(shapes)] = shapes
+        units[elements_of(shapes)] = shapes
     for model in models:
         units[model.layer_parameters] = layer_tensors(model)
         units[model.root_parameters] = root_tensors(model)
@@ -63,7 +63,7 @@ def measure_copies(
             if item.name not in timed:
                 continue
             (step,) = timed[item.name]
-            moved = _elements(shards_of(shapes, world_size)) if op in OF_THE_SHARD else elements
+            moved = elements_of(shards_of(shapes, world_size)) if op in OF_THE_SHARD else elements
             samples.append(CopySample(op=op, elements=moved, dtype="bf16", flagged=step.flagged, **step.percentiles))
     return samples, left_out
 
@@ -97,7 +97,7 @@ def _copy_out(shapes: TensorShapes, world_size: int, device: torch.device) -> St
 
 def _pack(shapes: TensorShapes, world_size: int, device: torch.device) -> Step:
     gradients = [torch.ones(shape, dtype=torch.bfloat16, device=device) for shape in shapes]
-    whole = torch.empty(world_size, _elements(shards_of(shapes, world_size)), device=device)
+    whole = torch.empty(world_size, elements_of(shards_of(shapes, world_size)), device=device)
     return partial(torch._chunk_cat, gradients, dim=0, num_chunks=world_size, out=whole)
 
 
@@ -130,5 +130,6 @@ def shards_of(shapes: TensorShapes, world_size: int) -> TensorShapes:
     return [(-(-shape[0] // world_size), *shape[1:]) for shape in shapes]
 
 
-def _elements(shapes: TensorShapes) -> int:
+def elements_of(shapes: TensorShapes) -> int:
+    """Of all of them."""
     return sum(math.prod(shape) for shape in shapes)

@@ -10,7 +10,6 @@ FSDP2's program has it, and what a transfer costs is what is lost beyond what th
 training the sum was twice that of its parts, each measured alone (reports/validation-h200).
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
@@ -20,7 +19,7 @@ import torch.distributed as dist
 
 from odc_kernels.bench_cases import Buffers
 from odc_kernels.calibrate_compute import layer_steps
-from odc_kernels.calibrate_copies import shards_of, steps_of
+from odc_kernels.calibrate_copies import elements_of, shards_of, steps_of
 from odc_kernels.calibrate_file import Draft
 from odc_kernels.calibrate_scenes import Launch, Measured, Scene, measure_scene, slowdown
 from odc_kernels.calibrate_shapes import layer_tensors
@@ -59,7 +58,7 @@ class Layer:
             forward=forward,
             backward=backward,
             copies={op: steps_of(op, tensors, world_size, device)[0] for op in ops},
-            shard_elements=sum(math.prod(shape) for shape in shards_of(tensors, world_size)),
+            shard_elements=elements_of(shards_of(tensors, world_size)),
         )
 
     def copy(self, op: CopyOp) -> Call:
@@ -92,29 +91,29 @@ def measure_beside_layers(
 
     Windows come last: where they cannot be opened, copies and collectives have been measured.
     """
+    layers = {name: Layer.of(name, pace.device, tokens) for name in shards}
     copies: dict[str, tuple[CopySample, ...]] = {}
 
     def note(found: BesideLayers[Any]) -> None:
         draft.beside_layers += found.raw
         draft.left_out += found.left_out
 
-    def transfers(ways: list[Way], layer: Layer, name: str) -> None:
+    def transfers(ways: list[Way], name: str) -> None:
         alone = [measure_alone([way], [way.bytes_of(shards[name])], pace, effort, say=say)[0] for way in ways]
-        found = transfers_beside_layer(layer, ways, alone, copies[name], pace, say=say)
+        found = transfers_beside_layer(layers[name], ways, alone, copies[name], pace, say=say)
         draft.transfers += found.samples
         note(found)
 
-    for name in shards:
-        layer = Layer.of(name, pace.device, tokens)
+    for name, layer in layers.items():
         slowed = copies_beside_layer(layer, draft.copies, pace, say=say)
         known = {(sample.op, sample.elements): sample for sample in slowed.samples}
         draft.copies = [known.get((old.op, old.elements), old) for old in draft.copies]
         note(slowed)
         copies[name] = slowed.samples
-        transfers(collectives(buffers), layer, name)
+        transfers(collectives(buffers), name)
     with one_sided(buffers, backend) as ours:
-        for name in shards:
-            transfers(ours, Layer.of(name, pace.device, tokens), name)
+        for name in layers:
+            transfers(ours, name)
 
 
 def copies_beside_layer(
@@ -154,11 +153,7 @@ def transfers_beside_layer(
 
     `copies`: what they cost, found before. What a transfer costs is flagged without: the simulator may charge for them.
     """
-    lost_s = {
-        copy.op: copy.p50_s * (1 - 1 / copy.slowdown_compute)
-        for copy in copies
-        if copy.slowdown_compute and not copy.flagged
-    }
+    lost_s = {copy.op: copy.lost_s for copy in copies if copy.lost_s is not None and not copy.flagged}
     unshard, reduce = (way.case(sample.bytes, pace.device) for way, sample in zip(ways, alone, strict=True))
     adds = ways[1].op == "reduce_scatter"
     scenes = _transfer_scenes(layer, unshard.call, reduce.call, adds=adds)
@@ -199,12 +194,12 @@ def _copy_scenes(layer: Layer) -> dict[CopyOp, Scene]:
         "copy_in": Scene(
             beside=[layer.forward],
             after=[layer.backward],
-            launches=[Launch(at=0, calls=[layer.copy("copy_in")], timed=0)],
+            launches=[Launch(at=0, calls=[layer.copy("copy_in")])],
         ),
         "add": Scene(
             before=[layer.forward],
             beside=[layer.backward],
-            launches=[Launch(at=0, calls=[layer.copy("add")], timed=0)],
+            launches=[Launch(at=0, calls=[layer.copy("add")])],
         ),
     }
 
@@ -215,13 +210,14 @@ def _transfer_scenes(layer: Layer, unshard: Call, reduce: Call, *, adds: bool) -
     forward = Scene(
         beside=[copy_out, layer.forward],
         after=[layer.backward],
-        launches=[Launch(at=1, calls=[copy_in, unshard], timed=1)],
+        launches=[Launch(at=1, calls=[copy_in, unshard])],
+        timed=1,
     )
     backward = Scene(
         before=[layer.forward],
         beside=[copy_out, layer.backward],
         launches=[
-            Launch(at=0, calls=[reduce, *([layer.copy("add")] if adds else [])], timed=0),
+            Launch(at=0, calls=[reduce, *([layer.copy("add")] if adds else [])]),
             Launch(at=1, calls=[copy_in, unshard]),
         ],
     )

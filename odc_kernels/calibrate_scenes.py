@@ -34,8 +34,6 @@ class Launch:
     at: int
     """Of the step in `Scene.beside`."""
     calls: Sequence[Call]
-    timed: int | None = None
-    """Of the call whose seconds are wanted; one launch of a scene has one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +45,8 @@ class Scene:
     """Timed."""
     after: Sequence[Step] = ()
     launches: Sequence[Launch]
+    timed: int = 0
+    """Of the launched calls, as the host enqueues them, the one whose seconds are wanted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -209,23 +209,17 @@ class _Stage:
 
     def _means(self, steps_s: list[float], others_s: list[float]) -> Beside:
         """Of the scenes after the lead; the moments of all are given."""
-        order = [(launch, place) for launch in self._in_order() for place in range(len(launch.calls))]
         scenes = np.array(steps_s).reshape(-1, len(self._scene.beside) + 1)
         with_launches = scenes[1::2]
-        calls = np.array(others_s).reshape(len(with_launches), len(order), 2) - with_launches[:, :1, None]
+        calls = np.array(others_s).reshape(len(with_launches), -1, 2) - with_launches[:, :1, None]
         calls = calls[LEAD // 2 :].mean(axis=0)
-        (timed,) = [i for i, (launch, place) in enumerate(order) if place == launch.timed]
         seconds = np.diff(scenes)
         return Beside(
             alone_s=tuple(seconds[LEAD::2].mean(axis=0).tolist()),
             beside_s=tuple(seconds[LEAD + 1 :: 2].mean(axis=0).tolist()),
             calls_s=tuple((start, end) for start, end in calls.tolist()),
-            other_s=float(calls[timed, 1] - calls[timed, 0]),
+            other_s=float(np.diff(calls[self._scene.timed])[0]),
         )
-
-    def _in_order(self) -> list[Launch]:
-        """As the host enqueues them."""
-        return sorted(self._scene.launches, key=lambda launch: launch.at)
 
     def _launch(self, launch: Launch, stream: "torch.cuda.Stream | None", number: int, marks: Marks) -> None:
         if stream is not None:  # pragma: cuda-only

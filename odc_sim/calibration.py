@@ -70,6 +70,11 @@ class TransferSample:
         """How many times longer it took beside compute; None where that was not measured."""
         return None if self.overlapped_p50_s is None else self.overlapped_p50_s / self.p50_s
 
+    @property
+    def lost_s(self) -> float | None:
+        """What compute lost beside it; None where that was not measured."""
+        return _lost_s(self.overlapped_p50_s, self.slowdown_compute)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CopySample:
@@ -90,6 +95,15 @@ class CopySample:
     """How many times slower a layer progressed while this copy, begun with it on another stream, would last alone."""
     beside_layer: str | None = None
     """The model whose layer that was."""
+
+    @property
+    def lost_s(self) -> float | None:
+        """What that layer lost; None where that was not measured."""
+        return _lost_s(self.p50_s, self.slowdown_compute)
+
+
+def _lost_s(other_s: float | None, slowdown: float | None) -> float | None:
+    return None if other_s is None or slowdown is None else other_s * (1 - 1 / slowdown)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

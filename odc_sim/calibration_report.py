@@ -104,9 +104,8 @@ def _costs_of_layers(calibration: Calibration) -> dict[str, list[str]]:
     rows += [(row, row.overlapped_p50_s or row.p50_s) for row in calibration.transfers]
     found: dict[str, list[str]] = {}
     for row, seconds in rows:
-        if row.beside_layer and row.slowdown_compute:
-            lost_s = seconds * (1 - 1 / row.slowdown_compute)
-            text = f"{row.op} of {seconds * 1e6:.0f} us costs it {lost_s * 1e6:.0f}{star(row.flagged)}"
+        if row.beside_layer and row.lost_s is not None:
+            text = f"{row.op} of {seconds * 1e6:.0f} us costs it {row.lost_s * 1e6:.0f}{star(row.flagged)}"
             found.setdefault(row.beside_layer, []).append(text)
     return found
 

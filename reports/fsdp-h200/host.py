@@ -6,6 +6,7 @@ From the last run of runs.json that has the shape "host-bound", and from the tra
 """
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -44,9 +45,7 @@ def benchmark() -> None:
 
 def training(name: str) -> pd.Series:
     """Median milliseconds to enqueue a layer, by kind, over ranks, layers and all minibatches but the first two."""
-    timeline = read_run(RUNS / name).timeline
-    columns = ("minibatch", "stream", "kind", "unit", "start_s", "end_s")
-    spans = pd.DataFrame({column: getattr(timeline, column) for column in columns})
+    spans = pd.DataFrame(asdict(read_run(RUNS / name).timeline))
     spans = spans[(spans.stream == "host") & (spans.unit > 0) & (spans.minibatch > 1)]
     return 1e3 * (spans.end_s - spans.start_s).groupby(spans.kind).median()
 

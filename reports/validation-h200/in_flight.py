@@ -8,6 +8,7 @@ flight are those of collective-deferred: all forwards but a minibatch's first, a
 
 import json
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -35,18 +36,14 @@ OPS = {"collective": ("all_gather", "reduce_scatter"), "odc": ("gather", "scatte
 def layers(name: str, fits: dict[str, dict[str, float]]) -> pd.DataFrame:
     """Compute of layers in full microbatches: the microseconds beyond the fit, and where in the minibatch it was."""
     run = read_run(RUNS / name)
-    columns = ("minibatch", "microbatch", "rank", "stream", "kind", "cause", "unit", "start_s", "end_s")
-    found = pd.DataFrame({column: getattr(run.timeline, column) for column in columns})
+    found = pd.DataFrame(asdict(run.timeline))
     found = found[(found.stream == "compute") & (found.cause == "") & found.kind.isin(list(FITS))]
     tokens, squares = (run.plan.padded(part.astype(float)) for part in (run.plan.tokens(), run.plan.squares()))
     where = tuple(found[column] for column in ("minibatch", "microbatch", "rank"))
     found = found.assign(tokens=tokens[where], squares=squares[where])
     found = found[found.unit.between(*LAYERS) & (found.tokens > FULL_TOKENS)]
-    coefficients = found.kind.map(lambda kind: fits[FITS[kind]])
-    fitted_s = sum(
-        coefficients.map(lambda fit, name=name: fit[name]) * factor
-        for name, factor in (("c0_s", 1.0), ("c1_s_per_token", found.tokens), ("c2_s_per_token2", found.squares))
-    )
+    fit = pd.DataFrame([fits[FITS[kind]] for kind in found.kind], index=found.index)
+    fitted_s = fit.c0_s + fit.c1_s_per_token * found.tokens + fit.c2_s_per_token2 * found.squares
     last = run.plan.counts()[found.minibatch, found["rank"]] - 1
     return found.assign(
         fitted_us=1e6 * fitted_s,

@@ -406,8 +406,8 @@ def test_what_would_take_too_long_is_left_out():
 def test_parameter_shapes_are_the_models():
     all_biases = replace(load_model("tiny"), o_bias=True, mlp_bias=True, qk_norm=True, tied_embeddings=True)
     for model in (*BUILT_IN, all_biases):
-        assert calibrate_copies._elements(shapes.layer_tensors(model)) == model.layer_parameters
-        assert calibrate_copies._elements(shapes.root_tensors(model)) == model.root_parameters
+        assert calibrate_copies.elements_of(shapes.layer_tensors(model)) == model.layer_parameters
+        assert calibrate_copies.elements_of(shapes.root_tensors(model)) == model.root_parameters
 
 
 def test_transfer_sizes():

@@ -90,7 +90,7 @@ def scenes_rank(rank):
         beside=[step("short", 0.005), step("long", 0.04)],
         after=[step("after", 0.01)],
         launches=[
-            Launch(at=0, calls=[step("first", 0.01), step("untimed", 0.002)], timed=0),
+            Launch(at=0, calls=[step("first", 0.01), step("untimed", 0.002)]),
             Launch(at=1, calls=[step("second", 0.02)]),
         ],
     )
@@ -279,10 +279,10 @@ def test_scenes_are_as_fsdp2s_program():
     small = layer()
     forward, backward = calibrate_layers._transfer_scenes(small, "unshard", "reduce", adds=True)
     assert [step.name for step in forward.beside] == ["copy_out", "forward"]
-    assert [(launch.at, launch.calls[1], launch.timed) for launch in forward.launches] == [(1, "unshard", 1)]
+    assert [(launch.at, launch.calls[1], forward.timed) for launch in forward.launches] == [(1, "unshard", 1)]
     assert [step.name for step in backward.beside] == ["copy_out", "backward"]
     reduce, unshard = backward.launches
-    assert (reduce.at, reduce.calls[0], reduce.timed, len(reduce.calls)) == (0, "reduce", 0, 2)
-    assert (unshard.at, unshard.calls[1], unshard.timed) == (1, "unshard", None)
+    assert (reduce.at, reduce.calls[0], backward.timed, len(reduce.calls)) == (0, "reduce", 0, 2)
+    assert (unshard.at, unshard.calls[1]) == (1, "unshard")
     _, backward = calibrate_layers._transfer_scenes(small, "unshard", "reduce", adds=False)
     assert backward.launches[0].calls == ["reduce"]

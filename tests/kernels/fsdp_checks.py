@@ -45,6 +45,11 @@ def gradient_errors(case: Case, *, minibatches: int = 3, **options) -> list[floa
     return errors
 
 
+def most_error(case: Case) -> float:
+    """bf16 too is the same to fp32 rounding; a GPU may choose other kernels for parameters that lie elsewhere."""
+    return 1e-2 if case.bf16 and device_type() == "cuda" else 1e-5
+
+
 CASES = {
     "plain": Case(),
     "tied": Case(tied=True),
@@ -61,7 +66,7 @@ def gradients_are_those_of_one_process() -> None:
     for name in few:
         case = CASES[name]
         errors = gradient_errors(case)
-        assert max(errors) < (1e-2 if case.bf16 else 1e-5), (name, errors)
+        assert max(errors) < most_error(case), (name, errors)
 
 
 def gradients_are_those_of_one_process_with_replicas() -> None:
@@ -72,7 +77,7 @@ def gradients_are_those_of_one_process_with_replicas() -> None:
         (Case(replicate=2, tied=True, frozen=True, bf16=True), {}),
     ):
         errors = gradient_errors(case, **options)
-        assert max(errors) < (1e-2 if case.bf16 else 1e-5), (case, options, errors)
+        assert max(errors) < most_error(case), (case, options, errors)
 
 
 def options_change_no_gradient() -> None:
@@ -501,12 +506,12 @@ def collectives_may_be_deferred_to_once_a_minibatch() -> None:
             for microbatch in collective_deferred(net, plan[rank]):
                 loss_of(net, microbatch).backward()
             reference_step(reference, plan, bf16=case.bf16)
-            assert relative_error(net, reference) < (1e-2 if case.bf16 else 1e-5)
+            assert relative_error(net, reference) < most_error(case)
             net.zero_grad()
         for _ in range(2):  # and the default again
             loss_of(net, plan[0][-1]).backward()
         reference_step(reference, [plan[0][-1:] * 2] * world_size, bf16=case.bf16)
-        assert relative_error(net, reference) < (1e-2 if case.bf16 else 1e-5)
+        assert relative_error(net, reference) < most_error(case)
     with raises(InputError, "collective_deferred: got no microbatches", "use OnDemand"):
         next(collective_deferred(net, []))
     with raises(InputError, "root is not sharded"):

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from odc_kernels.fsdp_drift import Drift
 from odc_kernels.fsdp_layout import Unit
 from odc_kernels.gather import gather, prepare
 from odc_kernels.scatter_accumulate import prepare_overwrite, scatter_accumulate
@@ -37,6 +36,66 @@ class Transfer(Protocol):
 
 Observe = Callable[[str, Sequence[FSDPModule], Transfer], Transfer]
 """Given "unshard" or "reduce", a unit's modules and its transfer: what FSDP2 is to call in its place."""
+
+
+class Drift:
+    """Whether what FSDP gathers is what was published: compared in every unit's first gather of a minibatch.
+
+    The results stay on the device until the end of the minibatch, so no gather waits for the host.
+    """
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._units = units
+        device = units[0].device
+        self._differs = torch.zeros(len(units), dtype=torch.bool, device=device)
+        self._compared = [False] * len(units)
+        self._aside = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._last: torch.cuda.Event | None = None
+        """Behind the last comparison."""
+
+    def compare(self, number: int, shard: torch.Tensor, published: torch.Tensor) -> None:
+        """Check unit `number`, and enqueue the comparison bit by bit, unless done in this minibatch.
+
+        Raises:
+            InputError: a module has another parameter than when OnDemand was opened. (FSDP would use the old one.)
+        """
+        if self._compared[number]:
+            return
+        self._compared[number] = True
+        for known in self._units[number].shards:
+            if known.owner._parameters.get(known.attribute) is not known.parameter:
+                raise InputError(
+                    f"{known.name} was replaced after OnDemand was opened; close it, and open it again after"
+                )
+        # As integers NaN is equal to itself; wide ones are read at full speed.
+        bits = torch.int64
+        if shard.nbytes % 8:
+            bits = torch.int16 if shard.dtype.itemsize == 2 else torch.int32
+        torch.any(shard.view(bits) != published.view(bits), dim=0, out=self._differs[number])
+        if self._aside is not None:  # pragma: cuda-only
+            self._last = torch.cuda.current_stream(shard.device).record_event()
+
+    def problem(self) -> str | None:
+        """Which units differ. Waits for the last comparison, not for what the device does since."""
+        if not any(self._compared):
+            return None
+        if self._aside is not None:  # pragma: cuda-only
+            assert self._last is not None
+            self._aside.wait_event(self._last)
+        with torch.cuda.stream(self._aside):
+            differs = self._differs.tolist()
+        names = [unit.name for unit, unit_differs in zip(self._units, differs, strict=True) if unit_differs]
+        if not names:
+            return None
+        return (
+            f"parameters of {', '.join(names)} are not what was published: replaced, sharded anew, or changed without "
+            "publish()"
+        )
+
+    def restart(self) -> None:
+        """A new minibatch."""
+        self._compared = [False] * len(self._units)
+        self._differs.zero_()
 
 
 class Gather:

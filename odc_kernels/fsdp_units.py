@@ -7,8 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from odc_kernels.fsdp_comm import Gather, Observe, Push
-from odc_kernels.fsdp_drift import Drift
+from odc_kernels.fsdp_comm import Drift, Gather, Observe, Push
 from odc_kernels.fsdp_layout import Mesh, Unit
 from odc_kernels.scatter_accumulate import accumulator_numel, drain
 from odc_kernels.signals import Signals

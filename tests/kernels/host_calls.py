@@ -24,8 +24,7 @@ import odc_kernels.copies as copies
 import odc_kernels.fsdp_comm as fsdp_comm
 import odc_kernels.gather as gather_module
 import odc_kernels.scatter_accumulate as push_module
-from odc_kernels.fsdp_comm import Gather, Push, StockGather, StockReduceScatter
-from odc_kernels.fsdp_drift import Drift
+from odc_kernels.fsdp_comm import Drift, Gather, Push, StockGather, StockReduceScatter
 from odc_kernels.signals import Signals
 
 WORLD_SIZE, NUMEL, CALLS, ROUNDS = 2, 4096, 2000, 15

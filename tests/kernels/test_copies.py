@@ -8,7 +8,6 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed; `make test-kernels` runs these")
 
 from odc_kernels import copies, fsdp_comm, signals  # noqa: E402
-from odc_kernels.fsdp_drift import Drift  # noqa: E402
 from odc_kernels.gather import prepare  # noqa: E402
 from odc_kernels.scatter_accumulate import prepare_overwrite  # noqa: E402
 
@@ -112,7 +111,7 @@ def test_an_old_driver_and_the_default_stream_refuse_and_errors_are_raised(drive
 def test_a_units_gather_is_prepared_and_falls_back(driver, monkeypatch):
     peers = [torch.arange(8.0), torch.arange(8.0) + 100]
     unit = unit_of(4)
-    gather = fsdp_comm.Gather(unit, 0, window_of(0, peers), 2, Drift([unit]), IDLE)
+    gather = fsdp_comm.Gather(unit, 0, window_of(0, peers), 2, fsdp_comm.Drift([unit]), IDLE)
     others = []
     monkeypatch.setattr(fsdp_comm, "gather", lambda window, output, **options: others.append(options))
     group = SimpleNamespace(size=lambda: 2)

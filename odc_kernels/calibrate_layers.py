@@ -6,13 +6,12 @@
 
 Matrix products back to back tell something else. A layer begins with small kernels that are bound by memory, as copies
 and transfers are, and kernels launched beside a collective find multiprocessors taken. So all of it is played as
-FSDP2's program has it, and what a transfer costs is what is lost beyond what the copies cost that come with it: in
-training the sum was twice that of its parts, each measured alone (reports/validation-h200).
+FSDP2's program has it, over and over (`calibrate_scenes`), and what a transfer costs is what is lost beyond what the
+copies cost that come with it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,10 +29,12 @@ from odc_kernels.window import BackendName
 from odc_sim.calibration import CopyOp, CopySample, TransferSample
 from odc_sim.models import load_model
 
-Sample = TypeVar("Sample", TransferSample, CopySample)
-
 LAYER_TOKENS = 8192
 """Enough for the device to be slower than the host, few enough for a transfer to be seen in a layer's time."""
+COPY_OUT, FORWARD, COPY_OUT_AGAIN, BACKWARD = range(4)
+"""The steps of a scene."""
+ALONE, COPIES_IN, ADDS, UNSHARDS, ALL = "alone", "copies in", "adds", "unshards in forwards", "all"
+"""Its variants."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,14 +67,35 @@ class Layer:
         step = self.copies[op]
         return lambda _: step()
 
+    def scene(self, unshard: Call, reduce: Call, *, adds: bool) -> Scene:
+        """The layer's part of a minibatch, with nothing in flight, with all, and with some of it.
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BesideLayers(Generic[Sample]):
-    """What was found."""
+        Args:
+            unshard: the next layer's, beside the forward and again beside the backward.
+            reduce: the last layer's, from the copy-out before the backward on.
+            adds: the reduce leaves `+=` to FSDP2.
+        """
+        copy_in, copy_out, add = self.copy("copy_in"), self.copies["copy_out"], self.copy("add")
 
-    samples: tuple[Sample, ...]
-    raw: tuple[dict[str, Any], ...]
-    left_out: tuple[str, ...]
+        def unshards(at: int, until: int, *calls: Call) -> Launch:
+            return Launch(at=at, until=until, calls=[copy_in, *calls])
+
+        def reduces(*calls: Call) -> Launch:
+            return Launch(at=COPY_OUT_AGAIN, until=COPY_OUT, calls=[*calls, *([add] if adds else [])])
+
+        forward, backward = (FORWARD, COPY_OUT_AGAIN), (BACKWARD, COPY_OUT)
+        variants = {
+            ALONE: [],
+            COPIES_IN: [unshards(*forward), unshards(*backward)],
+            ADDS: [reduces()],
+            UNSHARDS: [unshards(*forward, unshard)],
+            ALL: [unshards(*forward, unshard), reduces(reduce), unshards(*backward, unshard)],
+        }
+        if not adds:  # copies were measured with those that do
+            del variants[COPIES_IN], variants[ADDS]
+        return Scene(
+            steps=[copy_out, self.forward, copy_out, self.backward], counted=(FORWARD, BACKWARD), variants=variants
+        )
 
 
 def measure_beside_layers(
@@ -92,133 +114,92 @@ def measure_beside_layers(
     Windows come last: where they cannot be opened, copies and collectives have been measured.
     """
     layers = {name: Layer.of(name, pace.device, tokens) for name in shards}
-    copies: dict[str, tuple[CopySample, ...]] = {}
 
-    def note(found: BesideLayers[Any]) -> None:
-        draft.beside_layers += found.raw
-        draft.left_out += found.left_out
-
-    def transfers(ways: list[Way], name: str) -> None:
+    def measure(ways: Sequence[Way], name: str, *, adds: bool) -> Measured | None:
+        layer = layers[name]
+        what = f"{ways[0].op} and {ways[1].op} beside a layer of {layer.model}"
         alone = [measure_alone([way], [way.bytes_of(shards[name])], pace, effort, say=say)[0] for way in ways]
-        found = transfers_beside_layer(layers[name], ways, alone, copies[name], pace, say=say)
-        draft.transfers += found.samples
-        note(found)
+        unshard, reduce = (way.case(sample.bytes, pace.device).call for way, sample in zip(ways, alone, strict=True))
+        say(what)
+        measured = measure_scene(layer.scene(unshard, reduce, adds=adds), pace)
+        draft.beside_layers.append({"model": layer.model, "ops": [way.op for way in ways], **measured.as_dict()})
+        if measured.problem:
+            draft.left_out.append(f"{what}: {measured.problem}")
+            return None
+        if adds:
+            draft.copies = copies_beside(layer, measured, draft.copies)
+        mine = [row for row in draft.copies if row.beside_layer == layer.model]
+        draft.transfers += transfers_beside(layer, measured, alone, mine, adds=adds)
+        return measured
 
-    for name, layer in layers.items():
-        slowed = copies_beside_layer(layer, draft.copies, pace, say=say)
-        known = {(sample.op, sample.elements): sample for sample in slowed.samples}
-        draft.copies = [known.get((old.op, old.elements), old) for old in draft.copies]
-        note(slowed)
-        copies[name] = slowed.samples
-        transfers(collectives(buffers), name)
+    for name in layers:
+        measured = measure(collectives(buffers), name, adds=True)
+        if measured is not None and not draft.device_speed:
+            draft.device_speed = measured.speeds
     with one_sided(buffers, backend) as ours:
         for name in layers:
-            transfers(ours, name)
+            measure(ours, name, adds=False)
 
 
-def copies_beside_layer(
-    layer: Layer, copies: Sequence[CopySample], pace: Pace, *, say: Callable[[str], None]
-) -> BesideLayers[CopySample]:
-    """Those in `copies` that are copy-in and `+=` of the layer, with what they cost it. Collective."""
-    samples, raw, left_out = [], [], []
-    for op, scene in _copy_scenes(layer).items():
-        name = f"{op} beside a layer of {layer.model}"
-        known = [sample for sample in copies if (sample.op, sample.elements) == (op, layer.shard_elements)]
-        if not known:
-            left_out.append(f"{name}: its time alone was not measured")
-            continue
-        say(name)
-        measured = measure_scene(scene, pace)
-        raw.append({"op": op, "elements": layer.shard_elements, "model": layer.model, **measured.as_dict()})
-        if measured.problem:
-            left_out.append(f"{name}: {measured.problem}")
-            continue
-        # The simulator has copies take what they take alone. A noisy one counts too: what it is wrong by, the transfer
-        # that comes with it is wrong by the other way round.
-        slower = slowdown(measured.lost_s, known[0].p50_s, measured.step_s)
-        samples.append(replace(known[0], slowdown_compute=slower, beside_layer=layer.model))
-    return BesideLayers(samples=tuple(samples), raw=tuple(raw), left_out=tuple(left_out))
+def copies_beside(layer: Layer, measured: Measured, copies: Sequence[CopySample]) -> list[CopySample]:
+    """`copies`, those that are copy-in and `+=` of the layer with what they cost it."""
+    times: dict[CopyOp, tuple[str, int, int]] = {"copy_in": (COPIES_IN, 2, FORWARD), "add": (ADDS, 1, BACKWARD)}
+
+    def with_cost(row: CopySample) -> CopySample:
+        if row.op not in times or row.elements != layer.shard_elements:
+            return row
+        variant, count, step = times[row.op]
+        lost = measured.lost(variant)
+        # The simulator has copies take what they take alone. What noise makes wrong here, the transfer that comes with
+        # the copy is wrong by the other way round.
+        slower = slowdown(lost.seconds / count, row.p50_s, measured.step_s(variant, step))
+        return replace(row, slowdown_compute=slower, beside_layer=layer.model)
+
+    return [with_cost(row) for row in copies]
 
 
-def transfers_beside_layer(
+def transfers_beside(
     layer: Layer,
-    ways: Sequence[Way],
+    measured: Measured,
     alone: Sequence[TransferSample],
     copies: Sequence[CopySample],
-    pace: Pace,
     *,
-    say: Callable[[str], None],
-) -> BesideLayers[TransferSample]:
-    """An unshard and a reduce of the layer's size, `alone` with what they cost it. Collective.
+    adds: bool,
+) -> list[TransferSample]:
+    """An unshard and a reduce of the layer's size, `alone` with what they cost it.
 
-    `copies`: what they cost, found before. What a transfer costs is flagged without: the simulator may charge for them.
+    The simulator charges a layer for copy-in and unshard, in a forward and in a backward, and a backward for the reduce
+    and `+=` as well. All together must come to what is lost beside all, so it is the reduce that gets what is left.
+
+    Args:
+        layer: whose.
+        measured: its scene.
+        alone: the unshard and the reduce, before.
+        copies: those of the layer. Where the cost of one is not known, it counts as the transfer's, which is flagged.
+        adds: whether there are `+=`.
     """
+    unshards, everything = measured.lost(UNSHARDS), measured.lost(ALL)
     lost_s = {copy.op: copy.lost_s for copy in copies if copy.lost_s is not None and not copy.flagged}
-    unshard, reduce = (way.case(sample.bytes, pace.device) for way, sample in zip(ways, alone, strict=True))
-    adds = ways[1].op == "reduce_scatter"
-    scenes = _transfer_scenes(layer, unshard.call, reduce.call, adds=adds)
-    needed: list[set[CopyOp]] = [{"copy_in"}, {"copy_in", "add"} if adds else {"copy_in"}]
-    found: list[Measured] = []
-    samples, raw, left_out = [], [], []
-    known_s = lost_s.get("copy_in", 0.0)
-    for way, before, scene, ops in zip(ways, alone, scenes, needed, strict=True):
-        name = f"{way.op} beside a layer of {layer.model}"
-        say(name)
-        measured = measure_scene(scene, pace)
-        found.append(measured)
-        raw.append({"op": before.op, "backend": before.backend, "bytes": before.bytes, "model": layer.model})
-        raw[-1] |= measured.as_dict()
-        problem = next((each.problem for each in found if each.problem), None)
-        if problem:
-            left_out.append(f"{name}: {problem}")
-            continue
-        unsure = any(each.noisy for each in found) or not ops <= lost_s.keys()
-        samples.append(
-            replace(
-                before,
-                flagged=before.flagged or unsure,
-                overlapped_p50_s=max(measured.other_s, before.p50_s),
-                slowdown_compute=slowdown(measured.lost_s - known_s, measured.other_s, measured.step_s),
-                slowdown_copy_out=measured.stretch if way is ways[1] else None,
-                beside_layer=layer.model,
-            )
-        )
-        # What the simulator charges in a forward is part of what is lost in a backward.
-        known_s = max(measured.lost_s, known_s) + (lost_s.get("add", 0.0) if adds else 0.0)
-    return BesideLayers(samples=tuple(samples), raw=tuple(raw), left_out=tuple(left_out))
+    copy_in_s, add_s = lost_s.get("copy_in", 0.0), lost_s.get("add", 0.0) if adds else 0.0
 
+    def beside(row: TransferSample, lost_s: float, variant: str, call: int, step: int) -> tuple[TransferSample, float]:
+        """`row` with its cost, and the seconds that it expresses."""
+        other_s, step_s = max(measured.call_s(variant, call), row.p50_s), measured.step_s(variant, step)
+        slower = slowdown(lost_s, other_s, step_s)
+        found = replace(row, overlapped_p50_s=other_s, slowdown_compute=slower, beside_layer=layer.model)
+        return found, min(other_s, step_s) * (1 - 1 / slower)
 
-def _copy_scenes(layer: Layer) -> dict[CopyOp, Scene]:
-    """A copy at a layer's beginning, alone beside it."""
-    return {
-        "copy_in": Scene(
-            beside=[layer.forward],
-            after=[layer.backward],
-            launches=[Launch(at=0, calls=[layer.copy("copy_in")])],
+    most_s = (everything.seconds - add_s) / 2
+    # calls are numbered as they are launched: copy-in, unshard, reduce
+    unshard, charged_s = beside(alone[0], min(unshards.seconds, most_s) - copy_in_s, UNSHARDS, 1, FORWARD)
+    rest_s = everything.seconds - add_s - 2 * (copy_in_s + charged_s)
+    reduce, _ = beside(alone[1], rest_s, ALL, 2, BACKWARD)
+    unsure = unshards.noisy or everything.noisy or "copy_in" not in lost_s
+    return [
+        replace(unshard, flagged=alone[0].flagged or unsure),
+        replace(
+            reduce,
+            flagged=alone[1].flagged or unsure or (adds and "add" not in lost_s),
+            slowdown_copy_out=measured.step_s(ALL, COPY_OUT_AGAIN) / measured.step_s(ALONE, COPY_OUT_AGAIN),
         ),
-        "add": Scene(
-            before=[layer.forward],
-            beside=[layer.backward],
-            launches=[Launch(at=0, calls=[layer.copy("add")])],
-        ),
-    }
-
-
-def _transfer_scenes(layer: Layer, unshard: Call, reduce: Call, *, adds: bool) -> tuple[Scene, Scene]:
-    """A forward beside the next layer's unshard, and a backward beside that and the last layer's reduce."""
-    copy_in, copy_out = layer.copy("copy_in"), layer.copies["copy_out"]
-    forward = Scene(
-        beside=[copy_out, layer.forward],
-        after=[layer.backward],
-        launches=[Launch(at=1, calls=[copy_in, unshard])],
-        timed=1,
-    )
-    backward = Scene(
-        before=[layer.forward],
-        beside=[copy_out, layer.backward],
-        launches=[
-            Launch(at=0, calls=[reduce, *([layer.copy("add")] if adds else [])]),
-            Launch(at=1, calls=[copy_in, unshard]),
-        ],
-    )
-    return forward, backward
+    ]

@@ -1,30 +1,44 @@
-"""What compute loses beside work on other streams: the same steps without and with that work, in turn."""
+"""What compute loses beside work on other streams: the same steps over and over, now with that work and now without.
+
+    alone         step step step step | step step step step | ...
+    with a, b     step step step step | step step step step | ...        for 0.2 s each, in turn
+    stream of a        a                     a
+    stream of b                  b                     b
+
+A GPU at the limit of its power pays for a transfer twice: with what the transfer takes from the step beside it, and
+with its energy, for which the clock goes down from then on, in every step (reports/validation-h200). So what counts is
+how much longer all steps take together, in a stretch long enough for the clock to settle. Steps that had the other work
+every other time showed two thirds of it.
+"""
 
 import math
-import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 from odc_kernels.calibrate_timing import Pace, Step
 from odc_kernels.collector import collected_between
 from odc_kernels.timing import Call, Marks, agree_max, estimate, summarize, synchronize
 
-ROUNDS = 7
-"""So many that one in which something else held a rank up changes neither median nor percentiles."""
-PHASE_S = 0.16
-LEAST, LEAD = 12, 4
-"""Scenes in a round, and those before them, in which the host gets ahead."""
+Array = NDArray[np.float64]
+
+ROUNDS = 8
+"""Stretches of each variant."""
+STRETCH_S, LEAD_S = 0.2, 0.06
+"""Of a stretch, and of what comes before it, in which the host gets ahead and the clock settles."""
+LEAST, LEAST_LEAD = 8, 2
+"""Cycles."""
 MOST_LOST = 0.95
 """Of the other work's time; a rate of compute beside it cannot express more."""
 MOST_LATE = 0.2
-"""Of the scenes may begin before the host has enqueued them."""
-MOST_NOISE = 0.2
-"""Of the other work's time: by how much the median of what rounds say is lost may be off."""
+"""Of the cycles may have a step that begins before the host has enqueued it."""
+MOST_NOISE = 0.02
+"""Of the steps' time, the 80th over the 20th percentile of what rounds say is lost: half a percent for the median."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,98 +46,96 @@ class Launch:
     """What a stream of its own does from the beginning of a step on."""
 
     at: int
-    """Of the step in `Scene.beside`."""
+    """Of the step in `Scene.steps`."""
+    until: int
+    """The step that waits for it, in this cycle or the next."""
     calls: Sequence[Call]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scene:
-    """What the compute stream does, in turn, and other streams beside it in every other scene."""
+    """What the compute stream does over and over, and other streams beside it."""
 
-    before: Sequence[Step] = ()
-    beside: Sequence[Step]
-    """Timed."""
-    after: Sequence[Step] = ()
-    launches: Sequence[Launch]
-    timed: int = 0
-    """Of the launched calls, as the host enqueues them, the one whose seconds are wanted."""
+    steps: Sequence[Step]
+    counted: Sequence[int]
+    """Of the steps, those that are to lose something."""
+    variants: Mapping[str, Sequence[Launch]]
+    """By name; the first has no launches."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Beside:
-    """Means over the scenes of a round."""
+class Lost:
+    """By which the counted steps of a cycle take longer in a variant; below 0 only through noise."""
 
-    alone_s: tuple[float, ...]
-    """Of each step of `Scene.beside`, without launches."""
-    beside_s: tuple[float, ...]
-    """And with them."""
-    calls_s: tuple[tuple[float, float], ...]
-    """When each call of each launch starts and ends, after the first step does: what ran beside what."""
-    other_s: float
-    """Of the call that is timed."""
-
-    @property
-    def lost_s(self) -> float:
-        """By which the last step is longer beside the launches; below 0 only through noise."""
-        return self.beside_s[-1] - self.alone_s[-1]
-
-    @property
-    def stretch(self) -> float:
-        """How many times longer the first step takes."""
-        return self.beside_s[0] / self.alone_s[0]
+    seconds: float
+    noisy: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """A scene, in rounds: medians over these of means over ranks."""
+    """A scene: means over the cycles of each stretch."""
 
-    rounds: tuple[tuple[Beside, ...], ...]
-    """[ranks][rounds]."""
+    steps_s: Mapping[str, Array]
+    """Variant -> [ranks, rounds, steps]."""
+    calls_s: Mapping[str, Array]
+    """Variant -> [ranks, rounds, calls, 2]: start and end of each after the cycle's beginning, by launches."""
+    counted: tuple[int, ...]
     late: float
-    """Part of the scenes in which the device was there before the host, on the worst rank."""
+    """Part of the cycles in which the device was there before the host, on the worst rank."""
+
+    def lost(self, variant: str) -> Lost:
+        """Compared within a round, since clocks wander; of the slowest rank, which waits for no other."""
+        rounds_s = (self._counted_s(variant) - self._counted_s(self.alone))[self.slowest]
+        found = summarize(rounds_s.tolist())
+        return Lost(seconds=found.p50_s, noisy=found.p80_s - found.p20_s > MOST_NOISE * self._alone_s()[self.slowest])
+
+    def call_s(self, variant: str, call: int) -> float:
+        """Of the launched calls the n-th, on that rank: a collective waits for it, and not on it."""
+        moments = self.calls_s[variant][self.slowest, :, call]
+        return float(np.median(moments[:, 1] - moments[:, 0]))
+
+    def step_s(self, variant: str, step: int) -> float:
+        """Of a step, likewise."""
+        return float(np.median(self.steps_s[variant][self.slowest, :, step]))
 
     @property
-    def lost_s(self) -> float:
-        """Compared within a round: between rounds clocks change more than a transfer costs."""
-        return statistics.median(self._each(lambda beside: beside.lost_s))
+    def alone(self) -> str:
+        """The variant without launches."""
+        return next(iter(self.steps_s))
 
     @property
-    def stretch(self) -> float:
-        """Of the first step, likewise."""
-        return statistics.median(self._each(lambda beside: beside.stretch))
+    def slowest(self) -> int:
+        """Of the ranks, without launches."""
+        return int(self._alone_s().argmax())
 
     @property
-    def other_s(self) -> float:
-        """Of the call that is timed."""
-        return statistics.median(self._each(lambda beside: beside.other_s))
-
-    @property
-    def step_s(self) -> float:
-        """Of the last step, beside the launches."""
-        return statistics.median(self._each(lambda beside: beside.beside_s[-1]))
+    def speeds(self) -> tuple[float, ...]:
+        """[ranks] without launches, relative to their mean time."""
+        alone_s = self._alone_s()
+        return tuple((alone_s.mean() / alone_s).tolist())
 
     @property
     def problem(self) -> str | None:
         """Why nothing can be said."""
         return f"the host was late in {self.late:.0%} of them" if self.late > MOST_LATE else None
 
-    @property
-    def noisy(self) -> bool:
-        """Whether rounds differ so much in what they say is lost that their median may be far off."""
-        lost = summarize(self._each(lambda beside: beside.lost_s))
-        return lost.p80_s - lost.p20_s > MOST_NOISE * self.other_s * math.sqrt(len(self.rounds[0]))
-
     def as_dict(self) -> dict[str, Any]:
-        """JSON-able, [ranks][rounds] of each field."""
-        names = ("alone_s", "beside_s", "calls_s", "other_s")
+        """JSON-able."""
         return {
             "late": self.late,
-            **{name: [[getattr(each, name) for each in rounds] for rounds in self.rounds] for name in names},
+            "variants": {
+                name: {"steps_s": steps_s.round(9).tolist(), "calls_s": self.calls_s[name].round(9).tolist()}
+                for name, steps_s in self.steps_s.items()
+            },
         }
 
-    def _each(self, value: Callable[[Beside], float]) -> list[float]:
-        """[rounds] of the mean over ranks."""
-        return [statistics.mean(map(value, ranks)) for ranks in zip(*self.rounds, strict=True)]
+    def _counted_s(self, variant: str) -> Array:
+        """[ranks, rounds]"""
+        return np.asarray(self.steps_s[variant][..., list(self.counted)].sum(axis=-1))
+
+    def _alone_s(self) -> Array:
+        """[ranks]"""
+        return np.asarray(np.median(self._counted_s(self.alone), axis=1))
 
 
 def slowdown(lost_s: float, other_s: float, step_s: float) -> float:
@@ -133,93 +145,81 @@ def slowdown(lost_s: float, other_s: float, step_s: float) -> float:
 
 
 def measure_scene(scene: Scene, pace: Pace) -> Measured:
-    """Scenes in turn without and with the launches. Collective.
+    """Stretches of each variant in turn, every other time in reverse. Collective.
 
     On a CPU launches run before the step that they begin with, and are part of its time.
     """
     device = pace.device
     stage = _Stage(scene, device)
-    stage.first_launches()
-    count = max(LEAST, 2 * math.ceil(PHASE_S / estimate(lambda _: stage.play(), device, calls=2) / 2))
+    cycle_s = estimate(lambda _: stage.play(), device, calls=2)
+    lead, count = max(LEAST_LEAD, math.ceil(LEAD_S / cycle_s)), max(LEAST, math.ceil(STRETCH_S / cycle_s))
     pace.heat(0.3)
-    own, late = [], 0.0
+    names = list(scene.variants)
+    steps_s: dict[str, list[Array]] = {name: [] for name in names}
+    calls_s: dict[str, list[Array]] = {name: [] for name in names}
+    late = 0.0
     with collected_between():
-        for number in range(ROUNDS + 1):
-            found, late_in_it = stage.round(count)
-            if number > 0:  # the first one warms up
-                own.append(found)
-                late += late_in_it / ROUNDS
-    ranks: list[list[Beside]] = [[] for _ in range(dist.get_world_size())]
+        stage.stretch(scene.variants[names[-1]], lead, count)  # with all that is set up then
+        for number in range(ROUNDS):
+            for name in names if number % 2 == 0 else reversed(names):
+                steps, calls, late_in_it = stage.stretch(scene.variants[name], lead, count)
+                steps_s[name].append(steps)
+                calls_s[name].append(calls)
+                late += late_in_it / (ROUNDS * len(names))
+    ranks: list[tuple[dict[str, Array], dict[str, Array]]] = [({}, {})] * dist.get_world_size()
+    own = tuple({name: np.stack(found) for name, found in each.items()} for each in (steps_s, calls_s))
     dist.all_gather_object(ranks, own)
-    return Measured(rounds=tuple(map(tuple, ranks)), late=agree_max(late, device))
+    return Measured(
+        steps_s={name: np.stack([steps[name] for steps, _ in ranks]) for name in names},
+        calls_s={name: np.stack([calls[name] for _, calls in ranks]) for name in names},
+        counted=tuple(scene.counted),
+        late=agree_max(late, device),
+    )
 
 
 class _Stage:
     """Where scenes are played: steps, and launches on streams of their own."""
 
     def __init__(self, scene: Scene, device: torch.device) -> None:
-        self._scene = scene
+        self._steps = scene.steps
         self._device = device
-        self._meeting = torch.zeros(1, device=device)
+        most = max(map(len, scene.variants.values()))
         # as FSDP2's
-        self._streams = [
-            torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None for _ in scene.launches
-        ]
-
-    def first_launches(self) -> None:
-        """With all that is set up then."""
-        for launch, stream in zip(self._scene.launches, self._streams, strict=True):
-            self._launch(launch, stream, 0, Marks(self._device))
+        self._streams = [torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None for _ in range(most)]
 
     def play(self) -> None:
         """All steps, without launches."""
-        for step in (*self._scene.before, *self._scene.beside, *self._scene.after):
+        for step in self._steps:
             step()
-        dist.all_reduce(self._meeting)
 
-    def round(self, count: int) -> tuple[Beside, float]:
-        """Means over `count` scenes, every other one of them with launches; and in what part the host was late."""
-        device, scene = self._device, self._scene
-        synchronize(device)
-        steps, others = Marks(device), Marks(device)
+    def stretch(self, launches: Sequence[Launch], lead: int, count: int) -> tuple[Array, Array, float]:
+        """Means over `count` cycles: [steps] seconds, [calls, 2] moments; and in what part the host was late.
+
+        Ranks begin together, and meet no more unless the launches make them: in training they do not either.
+        """
+        steps, calls = Marks(self._device), Marks(self._device)
+        beside = list(zip(launches, self._streams, strict=False))
         late = 0
-        for number in range(LEAD + count):
-            for step in scene.before:
-                step()
-            for stream in self._streams:
-                if stream is not None:  # pragma: cuda-only
-                    torch.cuda.current_stream(device).wait_stream(stream)
-            # Devices meet: a collective that waits for a slower rank is measured elsewhere, by `calibrate_waiting`.
-            dist.all_reduce(self._meeting)
-            steps.mark()
+        synchronize(self._device)
+        for number in range(lead + count):
             waited = False
-            for place, step in enumerate(scene.beside):
-                if number % 2:
-                    for launch, stream in zip(scene.launches, self._streams, strict=True):
-                        if launch.at == place:
-                            self._launch(launch, stream, number, others)
+            for place, step in enumerate(self._steps):
+                for launch, stream in beside:
+                    if launch.until == place and stream is not None:  # pragma: cuda-only
+                        torch.cuda.current_stream(self._device).wait_stream(stream)
+                steps.mark()
+                for launch, stream in beside:
+                    if launch.at == place:
+                        self._launch(launch, stream, number, calls)
                 waited = waited or steps.reached()
                 step()
                 steps.mark()
-            late += number >= LEAD and waited
-            for step in scene.after:
-                step()
-        synchronize(device)
-        return self._means(steps.times_s(steps), others.times_s(steps)), late / count
-
-    def _means(self, steps_s: list[float], others_s: list[float]) -> Beside:
-        """Of the scenes after the lead; the moments of all are given."""
-        scenes = np.array(steps_s).reshape(-1, len(self._scene.beside) + 1)
-        with_launches = scenes[1::2]
-        calls = np.array(others_s).reshape(len(with_launches), -1, 2) - with_launches[:, :1, None]
-        calls = calls[LEAD // 2 :].mean(axis=0)
-        seconds = np.diff(scenes)
-        return Beside(
-            alone_s=tuple(seconds[LEAD::2].mean(axis=0).tolist()),
-            beside_s=tuple(seconds[LEAD + 1 :: 2].mean(axis=0).tolist()),
-            calls_s=tuple((start, end) for start, end in calls.tolist()),
-            other_s=float(np.diff(calls[self._scene.timed])[0]),
-        )
+            late += number >= lead and waited
+        synchronize(self._device)
+        moments = np.array(steps.times_s(steps)).reshape(lead + count, len(self._steps), 2)
+        called = np.array(calls.times_s(steps)).reshape(lead + count, -1, 2) - moments[:, :1, :1]
+        seconds = moments[lead:, :, 1] - moments[lead:, :, 0]
+        return seconds.mean(axis=0), called[lead:].mean(axis=0), late / count
 
     def _launch(self, launch: Launch, stream: "torch.cuda.Stream | None", number: int, marks: Marks) -> None:
         if stream is not None:  # pragma: cuda-only

@@ -39,6 +39,7 @@ class Draft:
     optimizer: list[OptimizerSample] = dataclasses.field(default_factory=list)
     host: HostSample | None = None
     ceilings: Ceilings | None = None
+    device_speed: tuple[float, ...] = ()
     left_out: list[str] = dataclasses.field(default_factory=list)
     failed: dict[str, str] = dataclasses.field(default_factory=dict)
     """Phase -> why."""
@@ -75,6 +76,7 @@ class Draft:
             optimizer=tuple(self.optimizer),
             host=self.host,
             ceilings=self.ceilings,
+            device_speed=self.device_speed,
         )
 
     def write(self) -> None:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from odc_kernels.calibrate_copies import shards_of
 from odc_kernels.calibrate_shapes import layer_tensors, root_tensors
 from odc_kernels.calibrate_timing import Effort, Item, Pace, Step, Timed, measure
+from odc_kernels.collector import collected_between
 from odc_kernels.lm import build_lm, pack, shard
 from odc_kernels.optimizer_step import clip_and_step
 from odc_kernels.timing import agree_max, synchronize
@@ -24,7 +25,7 @@ BYTES_EACH = 18
 """Of a parameter: fp32 parameter, gradient and two moments, and some room."""
 HOST_LAYERS = (1, 4)
 HOST_TOKENS = 64
-HOST_REPEATS = 15
+HOST_WARM, HOST_REPEATS = 3, 30
 
 
 def measure_optimizer(
@@ -116,30 +117,35 @@ def measure_host(pace: Pace) -> HostSample:
     are recomputed and added to earlier ones, as in every microbatch but the first.
     """
     mesh = init_device_mesh(pace.device.type, (dist.get_world_size(),))
-    few, many = (_host_s(layers, pace.device, mesh) for layers in HOST_LAYERS)
+    few, many = (_enqueuing(layers, pace.device, mesh) for layers in HOST_LAYERS)
     layers = HOST_LAYERS[1] - HOST_LAYERS[0]
-    forward_s, backward_s = (max(0.0, (more - less) / layers) for less, more in zip(few, many, strict=True))
+    with collected_between():  # as in training
+        for enqueue in (few, many) * HOST_WARM:
+            enqueue()
+        # in turn, since what else the host's processor does comes and goes
+        found = [(few(), many()) for _ in range(HOST_REPEATS)]
+    forward_s, backward_s = (
+        max(0.0, statistics.median((more[part] - less[part]) / layers for less, more in found)) for part in (0, 1)
+    )
     return HostSample(
         seconds_per_unit_forward=agree_max(forward_s, pace.device),
         seconds_per_unit_backward=agree_max(backward_s, pace.device),
     )
 
 
-def _host_s(layers: int, device: torch.device, mesh: DeviceMesh) -> tuple[float, float]:
+def _enqueuing(layers: int, device: torch.device, mesh: DeviceMesh) -> Callable[[], tuple[float, float]]:
+    """What enqueues a microbatch of a model with so many layers: seconds of its forward and of its backward."""
     lm = build_lm("tiny", device=device, num_layers=layers)
     shard(lm, mesh)
     batch = pack([torch.arange(HOST_TOKENS)], 1.0).to(device)
-    forward: list[float] = []
-    backward: list[float] = []
-    for number in range(3 + HOST_REPEATS):
+
+    def enqueue() -> tuple[float, float]:
         synchronize(device)
         start = time.perf_counter()
         loss = lm(batch)
         middle = time.perf_counter()
         loss.backward()
         end = time.perf_counter()
-        if number >= 3:
-            forward.append(middle - start)
-            backward.append(end - middle)
-    synchronize(device)
-    return statistics.median(forward), statistics.median(backward)
+        return middle - start, end - middle
+
+    return enqueue

@@ -260,7 +260,7 @@ def _effort(options: Options) -> dict[str, Effort]:
         calm = Effort(budget_s=0.05 if options.quick else 0.15, limit_s=4.0, most=20, spread=10.0, drift=2.0)
         return {"compute": calm, "copies": calm, "transfers": replace(calm, budget_s=0.05)}
     return {
-        "compute": Effort(budget_s=0.15, limit_s=30.0, most=10, spread=1.15, drift=0.05),
+        "compute": Effort(budget_s=0.15, limit_s=30.0, most=8, spread=1.15, drift=0.05),
         "copies": Effort(budget_s=0.05, limit_s=10.0, most=20, spread=1.15, drift=0.05),
         "transfers": Effort(budget_s=0.04 if options.quick else 0.08, limit_s=10.0, most=20, spread=1.3, drift=0.1),
     }

@@ -34,7 +34,7 @@ FIRST_S = 4.0
 """What took less the first time, with all that is set up then, is tried once more to learn what it takes."""
 MOST_LATE, LONGEST_LEAD_S = 0.2, 0.5
 """In what part of a pass the device may have waited for the host, and the lead beyond which nothing more is tried."""
-WARM_S = 0.15
+WARM_S = 0.12
 """Of untimed rounds, with their leads, before the timed ones: a GPU's clock follows what it has been doing."""
 HEAT_S = 0.5
 """Of products before a group of measurements."""

@@ -291,7 +291,7 @@ def test_long_steps_need_few_samples_and_short_ones_a_run_up():
     long = _plan(2 * LONG_S, 0.0, EFFORT, gpu, False)
     assert (long.untimed, long.samples, long.long) == (1, 2, True)
     short = _plan(0.01, 0.02, EFFORT, gpu, False)
-    assert (short.untimed, short.samples, short.lead_s) == (5, 3, 0.02)  # rounds of 30 ms
+    assert (short.untimed, short.samples, short.lead_s) == (4, 3, 0.02)  # rounds of 30 ms
     assert _plan(1e-4, 0.0, EFFORT, gpu, False).samples == EFFORT.most
     assert _plan(0.01, 0.0, EFFORT, cpu, True).clock is time.perf_counter
     assert _plan(0.01, 0.0, EFFORT, cpu, False).clock is time.thread_time

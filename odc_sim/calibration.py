@@ -194,6 +194,8 @@ class Calibration:
     optimizer: tuple[OptimizerSample, ...] = ()
     host: HostSample | None = None
     ceilings: Ceilings | None = None
+    device_speed: tuple[Positive, ...] = ()
+    """[ranks] of layers' compute, all ranks at work, relative to the ranks' mean time, which `compute` has."""
 
 
 def load_calibration(path: str | Path) -> Calibration:

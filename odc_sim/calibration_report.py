@@ -70,6 +70,9 @@ def summary(calibration: Calibration) -> list[str]:
     lines += [
         f"beside a layer of {model}: {', '.join(costs)}" for model, costs in _costs_of_layers(calibration).items()
     ]
+    if calibration.device_speed:
+        speeds = ", ".join(f"{speed:.3f}" for speed in calibration.device_speed)
+        lines.append(f"layers' speed by rank, relative to the ranks' mean: {speeds}")
     for fit in calibration.fits:
         if fit.unit == "layer":
             tokens = fit.valid_tokens[1]

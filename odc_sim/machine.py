@@ -35,6 +35,11 @@ class Machine:
     note: str = ""
     """What a reader must know about where the numbers come from."""
 
+    def device_speed(self, world_size: int) -> tuple[float, ...]:
+        """[ranks] relative to the cost model's, where the calibration is of as many; else nothing is known of them."""
+        measured = self.calibration.device_speed if self.calibration is not None else ()
+        return measured if len(measured) == world_size else ()
+
 
 def load_machine(name_or_path: str) -> Machine:
     """The machine of `--hardware`.

@@ -31,6 +31,9 @@ class Measured:
     """[B, causes] rank-seconds between them; `compute_slowdown` and launch-bound units lie inside the spans"""
     unit_s: Floats
     """[B, UNITS] over ranks and microbatches, a layer being the mean of all layers"""
+    host_forward_s: float | None
+    """Median of what the host took to enqueue a layer's forward, of the first quarter of them in each minibatch;
+    None where the timeline has no host."""
     peak_memory_bytes: int | None
 
     @property
@@ -49,6 +52,7 @@ def measure(run: Run, layers: int) -> Measured:
     between_s = run.steps["between_s"].dropna()
     timeline_s, compute_s = np.full((2, numbers.size), np.nan)
     gaps_s, unit_s = np.full((numbers.size, len(CAUSES)), np.nan), np.full((numbers.size, len(UNITS)), np.nan)
+    host_forward_s = None
     if run.timeline is not None and len(run.timeline):
         timeline = attribute(run.timeline, run.config.schedule, one_stream=run.config.device == "cpu")
         seconds = timeline.end_s - timeline.start_s
@@ -67,6 +71,10 @@ def measure(run: Run, layers: int) -> Measured:
         gaps_s[there] = gaps[there]
         unit_s[there] = np.stack([total(rows) for rows in _units(timeline)], axis=1)[there]
         unit_s[:, :2] /= layers
+        enqueued = (timeline.stream == "host") & (timeline.kind == "forward") & (timeline.unit > 0)
+        # later it may be held back, once the device's queue is full
+        enqueued &= (timeline.microbatch == 0) & (timeline.unit <= max(1, layers // 4))
+        host_forward_s = float(np.median(seconds[enqueued])) or None if enqueued.any() else None
     return Measured(
         makespan_s=run.steps["makespan_s"].to_numpy(dtype=np.float64),
         between_s=float(between_s.mean()) if between_s.size else None,
@@ -74,6 +82,7 @@ def measure(run: Run, layers: int) -> Measured:
         compute_s=compute_s,
         gaps_s=gaps_s,
         unit_s=unit_s,
+        host_forward_s=host_forward_s,
         peak_memory_bytes=int(run.steps["peak_memory_bytes"].max()) or None,
     )
 

@@ -22,6 +22,9 @@ IN_EXPOSED = "port_contention"
 DERIVED = ("compute_slowdown", "host")
 """Causes that lie, or partly lie, inside compute spans: derived with the calibration."""
 
+HOST_UNIT = "host, layer forward"
+"""Among the units."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pair:
@@ -138,15 +141,22 @@ class RunValidation:
 
     @property
     def units(self) -> dict[str, Pair]:
-        """Mean seconds of each unit, a rank and microbatch."""
+        """Mean seconds of each unit, a rank and microbatch; and of the host for a layer, where both know it.
+
+        The host's backward is not among them: there it may have to wait for the device.
+        """
         rows, counts = self._rows, float(self.prediction.microbatches[self._rows].sum())
         predicted_s = self.prediction.unit_s[rows].sum(axis=0) / counts
         measured_s = self.measured.unit_s[rows].sum(axis=0) / counts
         known = self.measured.covered.any()
-        return {
+        found = {
             name: Pair(predicted=float(predicted_s[i]), measured=float(measured_s[i]) if known else None)
             for i, name in enumerate(UNITS)
         }
+        host_s = self.prediction.host_forward_s
+        if host_s > 0.0 and self.measured.host_forward_s is not None:
+            found[HOST_UNIT] = Pair(predicted=host_s, measured=self.measured.host_forward_s)
+        return found
 
     @property
     def memory(self) -> Pair | None:

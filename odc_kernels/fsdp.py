@@ -121,6 +121,7 @@ class OnDemand:
         call `end_of_minibatch` then.
         """
         self._expect("training", "minibatch()")
+        self._state.begin()
         iterator = iter(microbatches)
         try:
             current = next(iterator)
@@ -159,13 +160,14 @@ class OnDemand:
         After the optimizer's step, and after anything else that changes parameters (loading a checkpoint).
 
         Raises:
-            InputError, WindowError: gradients would be lost, on this or another rank; or a rank did not come.
+            InputError, WindowError: gradients would be lost, on this or another rank; a forward before had parameters
+                that were not published; or a rank did not come.
         """
         if self._phase != "stepping":
             self._expect("training", "publish()")
             lost = "has gradients that no end_of_minibatch() has summed" if self._state.pushed() else None
             self._synchronize()
-            self._meet("publish before the end of a minibatch", problem=lost)
+            self._meet("publish before the end of a minibatch", problem=lost or self._state.problem())
         for module in self._modules:
             module.reshard()  # a forward without backward leaves the root gathered
         self._state.publish()

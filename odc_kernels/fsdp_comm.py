@@ -39,7 +39,8 @@ Observe = Callable[[str, Sequence[FSDPModule], Transfer], Transfer]
 
 
 class Drift:
-    """Whether what FSDP gathers is what was published: compared in every unit's first gather of a minibatch.
+    """Whether what FSDP gathers is what was published: compared in every unit's first gather of a minibatch, and in the
+    first one outside of minibatches.
 
     The results stay on the device until the end of the minibatch, so no gather waits for the host.
     """
@@ -49,6 +50,8 @@ class Drift:
         device = units[0].device
         self._differs = torch.zeros(len(units), dtype=torch.bool, device=device)
         self._compared = [False] * len(units)
+        self._found: str | None = None
+        """In gathers before this minibatch."""
         self._aside = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._last: torch.cuda.Event | None = None
         """Behind the last comparison."""
@@ -77,8 +80,8 @@ class Drift:
 
     def problem(self) -> str | None:
         """Which units differ. Waits for the last comparison, not for what the device does since."""
-        if not any(self._compared):
-            return None
+        if self._found or not any(self._compared):
+            return self._found
         if self._aside is not None:  # pragma: cuda-only
             assert self._last is not None
             self._aside.wait_event(self._last)
@@ -92,8 +95,14 @@ class Drift:
             "publish()"
         )
 
+    def again(self) -> None:
+        """A minibatch begins: forwards for evaluation do not stand for its own."""
+        self._found = self.problem()
+        self._compared = [False] * len(self._units)
+
     def restart(self) -> None:
-        """A new minibatch."""
+        """Parameters have been published."""
+        self._found = None
         self._compared = [False] * len(self._units)
         self._differs.zero_()
 

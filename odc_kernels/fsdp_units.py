@@ -102,8 +102,12 @@ class Sharded:
         self._pushes.clear()
 
     def problem(self) -> str | None:
-        """Why the gradients of this minibatch cannot be used."""
+        """Why what was computed since the last publish cannot be used."""
         return self._drift.problem()
+
+    def begin(self) -> None:
+        """A minibatch."""
+        self._drift.again()
 
     def pushed(self) -> bool:
         """Whether this rank pushed since the last publish."""
@@ -224,6 +228,9 @@ class Alone:
     def problem(self) -> str | None:
         """Never one."""
         return None
+
+    def begin(self) -> None:
+        """A minibatch."""
 
     def pushed(self) -> bool:
         """Whether there are gradients."""

@@ -395,6 +395,11 @@ def a_refused_model_is_given_back() -> None:
     torch.testing.assert_close(net.head.weight.grad.full_tensor(), reference.head.weight.grad)
 
 
+def evaluate(net: torch.nn.Module, microbatch: tuple[torch.Tensor, torch.Tensor]) -> None:
+    with torch.no_grad():
+        net(microbatch[0])
+
+
 def layout_drift_is_not_silent() -> None:
     if dist.get_world_size() == 1:
         return
@@ -417,6 +422,29 @@ def layout_drift_is_not_silent() -> None:
         with torch.no_grad():
             net.blocks[1].gain.to_local().mul_(1 + 1e-6)
         odc.publish()
+        run_one(odc, net)
+    for evaluated in ("before", "after"):  # a forward for evaluation stands for no minibatch's
+        net = Case().shard(Case().build())
+        message = "publish before the end of a minibatch" if evaluated == "after" else "end of minibatch 1"
+        with raises(WindowError, f"{message}: rank 0: parameters of blocks.1 are not what was"), OnDemand(net) as odc:
+            if evaluated == "before":
+                evaluate(net, microbatch)
+            if dist.get_rank() == 0:
+                with torch.no_grad():
+                    net.blocks[1].gain.to_local().mul_(1 + 1e-6)
+            if evaluated == "after":
+                evaluate(net, microbatch)
+                odc.publish()  # what was evaluated was a mixture
+            run_one(odc, net)
+    net = Case().shard(Case().build())
+    with raises(WindowError, "end of minibatch 1: rank 0: parameters of blocks.1 are not what"), OnDemand(net) as odc:
+        with torch.no_grad():
+            gain = net.blocks[1].gain.to_local()
+            kept = gain.clone()
+            if dist.get_rank() == 0:
+                gain.mul_(2)
+            evaluate(net, microbatch)
+            gain.copy_(kept)  # as it was, but too late for the evaluation
         run_one(odc, net)
     net = Case().shard(Case().build())
     with raises(InputError, "blocks.0: got gradients of", "requires_grad changed"), OnDemand(net) as odc:

@@ -10,6 +10,7 @@ FSDP2's program has it, over and over (`calibrate_scenes`), and what a transfer 
 copies cost that come with it.
 """
 
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -33,7 +34,8 @@ LAYER_TOKENS = 8192
 """Enough for the device to be slower than the host, few enough for a transfer to be seen in a layer's time."""
 COPY_OUT, FORWARD, COPY_OUT_AGAIN, BACKWARD = range(4)
 """The steps of a scene."""
-ALONE, COPIES_IN, ADDS, UNSHARDS, ALL = "alone", "copies in", "adds", "unshards in forwards", "all"
+ALONE, COPIES_IN, ADDS = "alone", "copies in", "adds"
+UNSHARDS, REDUCES, ALL = "unshards in forwards", "reduces", "all"
 """Its variants."""
 
 
@@ -89,6 +91,7 @@ class Layer:
             COPIES_IN: [unshards(*forward), unshards(*backward)],
             ADDS: [reduces()],
             UNSHARDS: [unshards(*forward, unshard)],
+            REDUCES: [reduces(reduce)],
             ALL: [unshards(*forward, unshard), reduces(reduce), unshards(*backward, unshard)],
         }
         if not adds:  # copies were measured with those that do
@@ -132,13 +135,14 @@ def measure_beside_layers(
         draft.transfers += transfers_beside(layer, measured, alone, mine, adds=adds)
         return measured
 
+    found: list[Measured | None] = []
     for name in layers:
-        measured = measure(collectives(buffers), name, adds=True)
-        if measured is not None and not draft.device_speed:
-            draft.device_speed = measured.speeds
+        found.append(measure(collectives(buffers), name, adds=True))
     with one_sided(buffers, backend) as ours:
         for name in layers:
-            measure(ours, name, adds=False)
+            found.append(measure(ours, name, adds=False))
+    speeds = [measured.speeds for measured in found if measured is not None]
+    draft.device_speed = tuple(map(statistics.median, zip(*speeds, strict=True)))
 
 
 def copies_beside(layer: Layer, measured: Measured, copies: Sequence[CopySample]) -> list[CopySample]:
@@ -150,6 +154,8 @@ def copies_beside(layer: Layer, measured: Measured, copies: Sequence[CopySample]
             return row
         variant, count, step = times[row.op]
         lost = measured.lost(variant)
+        if lost.noisy:
+            return row
         # The simulator has copies take what they take alone. What noise makes wrong here, the transfer that comes with
         # the copy is wrong by the other way round.
         slower = slowdown(lost.seconds / count, row.p50_s, measured.step_s(variant, step))
@@ -169,7 +175,8 @@ def transfers_beside(
     """An unshard and a reduce of the layer's size, `alone` with what they cost it.
 
     The simulator charges a layer for copy-in and unshard, in a forward and in a backward, and a backward for the reduce
-    and `+=` as well. All together must come to what is lost beside all, so it is the reduce that gets what is left.
+    and `+=` as well. Of what is lost beside the unshards in forwards (U), beside the reduces (R), and beside all (A),
+    least squares make these two costs u and r, where U = u, R = r and A = 2 u + r.
 
     Args:
         layer: whose.
@@ -178,23 +185,22 @@ def transfers_beside(
         copies: those of the layer. Where the cost of one is not known, it counts as the transfer's, which is flagged.
         adds: whether there are `+=`.
     """
-    unshards, everything = measured.lost(UNSHARDS), measured.lost(ALL)
+    unshards, reduces, everything = (measured.lost(variant) for variant in (UNSHARDS, REDUCES, ALL))
+    unshard_s = (unshards.seconds + everything.seconds - reduces.seconds) / 3
+    reduce_s = (reduces.seconds + everything.seconds) / 2 - unshard_s
     lost_s = {copy.op: copy.lost_s for copy in copies if copy.lost_s is not None and not copy.flagged}
     copy_in_s, add_s = lost_s.get("copy_in", 0.0), lost_s.get("add", 0.0) if adds else 0.0
 
-    def beside(row: TransferSample, lost_s: float, variant: str, call: int, step: int) -> tuple[TransferSample, float]:
-        """`row` with its cost, and the seconds that it expresses."""
+    def beside(row: TransferSample, lost_s: float, variant: str, call: int, step: int) -> TransferSample:
+        """`row` with its cost."""
         other_s, step_s = max(measured.call_s(variant, call), row.p50_s), measured.step_s(variant, step)
         slower = slowdown(lost_s, other_s, step_s)
-        found = replace(row, overlapped_p50_s=other_s, slowdown_compute=slower, beside_layer=layer.model)
-        return found, min(other_s, step_s) * (1 - 1 / slower)
+        return replace(row, overlapped_p50_s=other_s, slowdown_compute=slower, beside_layer=layer.model)
 
-    most_s = (everything.seconds - add_s) / 2
     # calls are numbered as they are launched: copy-in, unshard, reduce
-    unshard, charged_s = beside(alone[0], min(unshards.seconds, most_s) - copy_in_s, UNSHARDS, 1, FORWARD)
-    rest_s = everything.seconds - add_s - 2 * (copy_in_s + charged_s)
-    reduce, _ = beside(alone[1], rest_s, ALL, 2, BACKWARD)
-    unsure = unshards.noisy or everything.noisy or "copy_in" not in lost_s
+    unshard = beside(alone[0], unshard_s - copy_in_s, UNSHARDS, 1, FORWARD)
+    reduce = beside(alone[1], reduce_s - add_s, ALL, 2, BACKWARD)
+    unsure = any(lost.noisy for lost in (unshards, reduces, everything)) or "copy_in" not in lost_s
     return [
         replace(unshard, flagged=alone[0].flagged or unsure),
         replace(

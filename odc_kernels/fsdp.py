@@ -121,7 +121,8 @@ class OnDemand:
         call `end_of_minibatch` then.
         """
         self._expect("training", "minibatch()")
-        self._state.begin()
+        if self._state.begin():
+            self._reshard()
         iterator = iter(microbatches)
         try:
             current = next(iterator)
@@ -166,10 +167,10 @@ class OnDemand:
         if self._phase != "stepping":
             self._expect("training", "publish()")
             lost = "has gradients that no end_of_minibatch() has summed" if self._state.pushed() else None
-            self._synchronize()
+            if self._device.type == "cuda":  # pragma: cuda-only
+                torch.cuda.synchronize(self._device)
             self._meet("publish before the end of a minibatch", problem=lost or self._state.problem())
-        for module in self._modules:
-            module.reshard()  # a forward without backward leaves the root gathered
+        self._reshard()
         self._state.publish()
         self._meet_devices(f"publish after minibatch {self._minibatch}")
         self._phase = "training"
@@ -249,9 +250,9 @@ class OnDemand:
             }[self._phase]
             raise InputError(f"OnDemand.{what}: {now}")
 
-    def _synchronize(self) -> None:
-        if self._device.type == "cuda":  # pragma: cuda-only
-            torch.cuda.synchronize(self._device)
+    def _reshard(self) -> None:
+        for module in self._modules:
+            module.reshard()  # a forward without backward leaves the root gathered
 
     def _abandon(self) -> None:
         self._phase = "failed"

@@ -64,12 +64,12 @@ class Drift:
         """
         if self._compared[number]:
             return
-        self._compared[number] = True
         for known in self._units[number].shards:
             if known.owner._parameters.get(known.attribute) is not known.parameter:
                 raise InputError(
                     f"{known.name} was replaced after OnDemand was opened; close it, and open it again after"
                 )
+        self._compared[number] = True
         # As integers NaN is equal to itself; wide ones are read at full speed.
         bits = torch.int64
         if shard.nbytes % 8:
@@ -95,10 +95,12 @@ class Drift:
             "publish()"
         )
 
-    def again(self) -> None:
-        """A minibatch begins: forwards for evaluation do not stand for its own."""
+    def again(self) -> bool:
+        """A minibatch begins: forwards for evaluation do not stand for its own. Whether there were any."""
         self._found = self.problem()
+        some = any(self._compared)
         self._compared = [False] * len(self._units)
+        return some
 
     def restart(self) -> None:
         """Parameters have been published."""

@@ -105,9 +105,9 @@ class Sharded:
         """Why what was computed since the last publish cannot be used."""
         return self._drift.problem()
 
-    def begin(self) -> None:
-        """A minibatch."""
-        self._drift.again()
+    def begin(self) -> bool:
+        """A minibatch. Whether something has been gathered since the last publish, for evaluation."""
+        return self._drift.again()
 
     def pushed(self) -> bool:
         """Whether this rank pushed since the last publish."""
@@ -229,8 +229,9 @@ class Alone:
         """Never one."""
         return None
 
-    def begin(self) -> None:
-        """A minibatch."""
+    def begin(self) -> bool:
+        """Nothing is ever gathered."""
+        return False
 
     def pushed(self) -> bool:
         """Whether there are gradients."""

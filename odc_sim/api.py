@@ -191,7 +191,7 @@ def _transfers(inputs: Inputs, schedule: Schedule) -> TransferCosts:
 
 
 def _load(inputs: Inputs, plan: Plan) -> Load:
-    return Load.of(plan, inputs.device_speed, inputs.study.jitter, inputs.study.seed)
+    return Load.of(plan, inputs.study.device_speed, inputs.study.jitter, inputs.study.seed)
 
 
 def _plan(inputs: Inputs, policy: str) -> Plan:
@@ -298,7 +298,6 @@ def _results(
             *inputs.notes,
             *sources,
             *((inputs.machine.note,) if inputs.machine.note else ()),
-            *_unequal(inputs),
             _memory_note(inputs),
             *_unusual(study),
         ),
@@ -318,15 +317,6 @@ def _memory_note(inputs: Inputs) -> str:
     return f"memory: estimate against {device.memory_bytes / 1e9:.1f} GB, recipe {study.recipe}, {layers}, {chunks}"
 
 
-def _unequal(inputs: Inputs) -> list[str]:
-    """What is simulated of devices that differ, where nobody has asked for it."""
-    measured = inputs.machine.device_speed(inputs.study.devices)
-    if inputs.study.device_speed or not measured:
-        return []
-    speeds = ", ".join(f"{speed:.3f}" for speed in measured)
-    return [f"devices as fast as those that were calibrated, relative to their mean: {speeds}"]
-
-
 def _unusual(study: Study) -> list[str]:
     """What differs from the defaults and is not in the table's title, so that no run passes for an ordinary one."""
     fields = (
@@ -340,7 +330,7 @@ def _unusual(study: Study) -> list[str]:
 
 def _bounds(inputs: Inputs, baseline_s: NDArray[np.float64]) -> dict[str, float]:
     """Seconds a minibatch that no policy beats that keeps samples in their minibatch: compute without fixed costs."""
-    speed = np.array(inputs.device_speed or [1.0] * inputs.study.devices)
+    speed = np.array(inputs.study.device_speed or [1.0] * inputs.study.devices)
     costs = [inputs.compute.sample_cost_s(inputs.lengths[ids]) for ids in inputs.minibatches]
     shares = np.array([cost.sum() / speed.sum() for cost in costs])
     largest = np.array([cost.max(initial=0.0) / speed.max() for cost in costs])

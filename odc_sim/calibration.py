@@ -30,6 +30,7 @@ class _Check(NamedTuple):
 # The bounds hold whatever a machine could do, and keep every product of two such numbers a number.
 Positive = Annotated[float, _Check("a number > 0, 1e-12 to 1e18", lambda value: 1e-12 <= value <= 1e18)]
 NotNegative = Annotated[float, _Check("a number >= 0, at most 1e18", lambda value: 0 <= value <= 1e18)]
+Speed = Annotated[float, _Check("a number, 0.001 to 1000", lambda value: 1e-3 <= value <= 1e3)]
 Seconds = Annotated[float, _Check("a number > 0, 1e-12 to 1e6", lambda value: 1e-12 <= value <= 1e6)]
 SecondsOrZero = Annotated[float, _Check("a number >= 0, at most 1e6", lambda value: 0 <= value <= 1e6)]
 Count = Annotated[int, _Check("a whole number >= 1, at most 10^6", lambda value: 1 <= value <= 10**6)]
@@ -194,8 +195,9 @@ class Calibration:
     optimizer: tuple[OptimizerSample, ...] = ()
     host: HostSample | None = None
     ceilings: Ceilings | None = None
-    device_speed: tuple[Positive, ...] = ()
-    """[ranks] of layers' compute, all ranks at work, relative to the ranks' mean time, which `compute` has."""
+    device_speed: tuple[Speed, ...] = ()
+    """[ranks] of layers' compute, all ranks at work, relative to the ranks' mean time, which `compute` has. For
+    `--device-speed`: ranks of another machine, or another order, differ otherwise."""
 
 
 def load_calibration(path: str | Path) -> Calibration:

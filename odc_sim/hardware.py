@@ -233,14 +233,19 @@ def load_cluster(name_or_path: str | Path) -> Cluster:
     raise unknown_name("hardware", text, builtin_hardware())
 
 
+def hardware_file(name_or_path: str | Path) -> Path:
+    """The TOML file of a built-in cluster, or the path itself."""
+    text = str(name_or_path)
+    return DATA_DIR / f"{text}.toml" if text in builtin_hardware() else Path(text)
+
+
 def hardware_text(name_or_path: str | Path) -> str:
     """The TOML of a built-in cluster or a file, to copy and change.
 
     Raises InputError for an unknown name or an unreadable file.
     """
-    text = str(name_or_path)
     load_cluster(name_or_path)
-    return (DATA_DIR / f"{text}.toml" if text in builtin_hardware() else Path(text)).read_text(encoding="utf-8")
+    return hardware_file(name_or_path).read_text(encoding="utf-8")
 
 
 def _read(path: Path) -> Cluster:

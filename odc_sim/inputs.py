@@ -46,11 +46,6 @@ class Inputs:
         """What policies balance, for samples of these lengths [n]."""
         return balancing_cost(self.study.balancing_cost, self.model, self.compute)(lengths)
 
-    @property
-    def device_speed(self) -> tuple[float, ...]:
-        """[ranks] as the study has it, or else as the calibration does; nothing where neither says anything."""
-        return self.study.device_speed or self.machine.device_speed(self.study.devices)
-
 
 def load_inputs(study: Study) -> Inputs:
     """Read and draw what `study` names.

@@ -9,7 +9,16 @@ from typing import Any, TypeVar
 
 from odc_sim.calibration import Calibration, CopySample, TransferSample, load_calibration
 from odc_sim.datafiles import data_dir
-from odc_sim.hardware import Cluster, Host, Overlap, Slowdown, Transport, builtin_hardware, load_cluster
+from odc_sim.hardware import (
+    Cluster,
+    Host,
+    Overlap,
+    Slowdown,
+    Transport,
+    builtin_hardware,
+    hardware_file,
+    load_cluster,
+)
 from odc_sim.transfers import used
 
 Row = TypeVar("Row", TransferSample, CopySample)
@@ -35,11 +44,6 @@ class Machine:
     note: str = ""
     """What a reader must know about where the numbers come from."""
 
-    def device_speed(self, world_size: int) -> tuple[float, ...]:
-        """[ranks] relative to the cost model's, where the calibration is of as many; else nothing is known of them."""
-        measured = self.calibration.device_speed if self.calibration is not None else ()
-        return measured if len(measured) == world_size else ()
-
 
 def load_machine(name_or_path: str) -> Machine:
     """The machine of `--hardware`.
@@ -53,7 +57,7 @@ def load_machine(name_or_path: str) -> Machine:
         name = cluster.name if name_or_path in builtin_hardware() else Path(name_or_path).stem
         if cluster.calibration is None:
             return Machine(name=name, cluster=cluster, calibration=None)
-        calibration = load_calibration(data_dir("traces") / "calibration" / cluster.calibration)
+        calibration = load_calibration(_named_calibration(cluster.calibration))
         measured = replace(_put_in(calibration, cluster), name=cluster.name)
         when = calibration.created[:10]
         note = f"calibration: {cluster.calibration}, measured {when}; `odc calibrate` measures your machine"
@@ -66,6 +70,22 @@ def load_machine(name_or_path: str) -> Machine:
         f"TFLOP/s and network are those of {like}"
     )
     return Machine(name=Path(name_or_path).stem, cluster=cluster, calibration=calibration, note=note)
+
+
+def machine_files(name_or_path: str) -> list[Path]:
+    """What the numbers of `--hardware` are read from.
+
+    Raises:
+        InputError: as `load_machine`.
+    """
+    if name_or_path.endswith(".json"):
+        return [Path(name_or_path)]
+    calibration = load_cluster(name_or_path).calibration
+    return [hardware_file(name_or_path), *([_named_calibration(calibration)] if calibration else [])]
+
+
+def _named_calibration(name: str) -> Path:
+    return data_dir("traces") / "calibration" / name
 
 
 def of_model(machine: Machine, model: str) -> Machine:
@@ -185,7 +205,13 @@ def _overlap(calibration: Calibration, transport: Transport, default: Overlap, m
         )
     of_transport = [row for row in calibration.transfers if row.op in OPS[transport]]
     reduces = _of_layers([row for row in of_transport if row.op == OPS[transport][1]], model)
-    copies = {op: _of_layers([row for row in calibration.copies if row.op == op], model) for op in ("copy_in", "add")}
+    copies: dict[str, list[CopySample]] = {}
+    for name, op in zip(("copy_in", "add"), OPS[transport], strict=True):
+        # Measured together with the transfer: how what is lost divides is less certain than the sum.
+        known = {row.beside_layer for row in of_transport if row.op == op and not row.flagged}
+        copies[name] = _of_layers(
+            [row for row in calibration.copies if row.op == name and row.beside_layer in known], model
+        )
     source = f"the calibration, median of large transfers beside {' and '.join(dict.fromkeys(beside))}"
     if not beside:
         source = "the calibration"

@@ -112,6 +112,8 @@ def check_names(studies: Sequence[Study]) -> None:
 
 def point_key(study: Study) -> str:
     """24 hexadecimal digits that change with anything the answer depends on."""
+    from odc_sim.machine import machine_files
+
     content = {
         "toolkit_version": toolkit_version(),
         "study": study.model_dump(mode="json"),
@@ -119,9 +121,10 @@ def point_key(study: Study) -> str:
         "given": sorted(study.model_fields_set) if study.plan else [],
         "files": {
             name: hashlib.sha256(path.read_bytes()).hexdigest()
-            for name in ("lengths", "plan", "workload", "model", "hardware")
+            for name in ("lengths", "plan", "workload", "model")
             if (path := _file(getattr(study, name))) is not None
         },
+        "machine": [hashlib.sha256(path.read_bytes()).hexdigest() for path in machine_files(study.hardware)],
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:24]
 

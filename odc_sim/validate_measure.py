@@ -1,5 +1,6 @@
 """What a run measured, in the simulator's terms."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +14,8 @@ from odc_sim.timeline import Timeline
 from odc_sim.validate_predict import UNITS, run_rows
 
 Floats = NDArray[np.float64]
+MOST_HELD_BACK = 1.5
+"""Upper over lower quartile of what the host took; more if the device's queue was often full."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -32,8 +35,8 @@ class Measured:
     unit_s: Floats
     """[B, UNITS] over ranks and microbatches, a layer being the mean of all layers"""
     host_forward_s: float | None
-    """Median of what the host took to enqueue a layer's forward, of the first quarter of them in each minibatch;
-    None where the timeline has no host."""
+    """What the slowest rank's host took to enqueue a layer's forward: the median over the first quarter of the layers
+    in all first microbatches. None where the timeline has no host, or the device's queue was often full."""
     peak_memory_bytes: int | None
 
     @property
@@ -74,7 +77,7 @@ def measure(run: Run, layers: int) -> Measured:
         enqueued = (timeline.stream == "host") & (timeline.kind == "forward") & (timeline.unit > 0)
         # later it may be held back, once the device's queue is full
         enqueued &= (timeline.microbatch == 0) & (timeline.unit <= max(1, layers // 4))
-        host_forward_s = float(np.median(seconds[enqueued])) or None if enqueued.any() else None
+        host_forward_s = _host_s([seconds[enqueued & (timeline.rank == rank)] for rank in range(run.config.world_size)])
     return Measured(
         makespan_s=run.steps["makespan_s"].to_numpy(dtype=np.float64),
         between_s=float(between_s.mean()) if between_s.size else None,
@@ -85,6 +88,15 @@ def measure(run: Run, layers: int) -> Measured:
         host_forward_s=host_forward_s,
         peak_memory_bytes=int(run.steps["peak_memory_bytes"].max()) or None,
     )
+
+
+def _host_s(ranks: Sequence[Floats]) -> float | None:
+    """The slowest rank's median [n]; None where a rank has none, or was often held back even so."""
+    if not all(seconds.size for seconds in ranks):
+        return None
+    quartiles = np.array([np.quantile(seconds, (0.25, 0.5, 0.75)) for seconds in ranks])  # [ranks, 3]
+    steady = (quartiles[:, 0] > 0.0) & (quartiles[:, 2] <= MOST_HELD_BACK * quartiles[:, 0])
+    return float(quartiles[:, 1].max()) if steady.all() else None
 
 
 def _units(timeline: Timeline) -> tuple[NDArray[np.bool_], ...]:

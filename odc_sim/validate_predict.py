@@ -50,7 +50,7 @@ class Prediction:
     microbatches: Floats
     """[B] over ranks"""
     host_forward_s: float
-    """What the host takes to enqueue a layer's forward; 0 where it is always ahead."""
+    """What the host takes to enqueue a layer's forward; 0 where it is always ahead, or another model's."""
     memory: MemoryEstimate | None
     """None where compute was emulated: nothing like it was allocated."""
     provenance: dict[str, str]
@@ -131,9 +131,7 @@ def price(run: Run, machine: Machine) -> Priced:
     cluster = of_model(machine, model.name).cluster
     compute = choose_costs(model, cluster, machine.calibration, config.recompute)
     shape: ModelShape = model
-    device_speed = machine.device_speed(config.world_size)
     if config.compute == "emulated":
-        device_speed = ()  # what waits instead of computing waits equally long everywhere
         compute = executed_costs(compute, config.time_scale)
         shape = emulated_shape(model, default_parameters_scale(model, config.device))
         cluster = uncontended(cluster)
@@ -153,7 +151,7 @@ def price(run: Run, machine: Machine) -> Priced:
         cluster = replace(cluster, host=idle_host)
     return Priced(
         model=model,
-        load=Load.of(run.plan, device_speed).part(run_rows(run)),
+        load=Load.of(run.plan).part(run_rows(run)),
         compute=compute,
         transfers=transfers,
         cluster=cluster,
@@ -183,7 +181,7 @@ def predict(run: Run, machine: Machine, engine: str = "fast") -> Prediction:
         slowdown_s=durations.compute_slowdown_s.sum(axis=1),
         floor_s=durations.floor_s.sum(axis=1),
         unit_s=_unit_s(durations),
-        host_forward_s=priced.cluster.host.seconds_per_unit_forward,
+        host_forward_s=priced.cluster.host.seconds_per_unit_forward if run.config.compute == "real" else 0.0,
         microbatches=durations.counts.sum(axis=1).astype(np.float64),
         memory=_memory(run, priced.model) if run.config.compute == "real" else None,
         provenance=_provenance(run, priced.compute, priced.transfers),

@@ -10,7 +10,6 @@ from odc_sim import Study, plan, simulate
 from odc_sim.api import run_study
 from odc_sim.durations import CAUSES
 from odc_sim.errors import InputError
-from odc_sim.machine import load_machine
 from odc_sim.plans import Plan, write_plan
 from odc_sim.policies import POLICIES
 from odc_sim.results import read_results
@@ -260,17 +259,6 @@ class TestPlansAndStudies:
         assert again.study["workload"] == "swesmith"
         assert again.study["policy"] == ["lb-mini"]
 
-    def test_device_speeds_of_the_calibration_count_where_none_are_given(self, equal_lengths):
-        def makespan_s(**fields):
-            study = {"lengths": equal_lengths, "hardware": "h200-nvlink", "devices": 2, "minibatches": 4}
-            row = simulate(Study(policy=("lb-mini",), schedule=("odc",), **study, **fields)).row("odc", "lb-mini")
-            return row.makespan_s["mean"]
-
-        speeds = load_machine("h200-nvlink").device_speed(2)
-        assert makespan_s() == makespan_s(device_speed=speeds)
-        # the slowest device is 0.85 % slower than their mean
-        assert makespan_s() > 1.005 * makespan_s(device_speed=(1.0, 1.0))
-
     def test_device_speeds_are_of_the_plans_ranks(self, tmp_path):
         write_plan(plan(Study(minibatches=2, devices=4)), tmp_path / "plan.json", "test")
         simulate(Study(plan=tmp_path / "plan.json", device_speed=(1.0, 1.0, 0.9, 1.0)))
@@ -340,15 +328,6 @@ class TestNotes:
         assert self.notes() == self.notes(seed=1)
         assert "not the default: jitter = 0.1" in self.notes(jitter=0.1)
         assert any("device_speed = (0.9" in note for note in self.notes(device_speed=(0.9, *[1.0] * 7)))
-
-    def test_devices_that_differ_in_the_calibration_are_said_to(self):
-        two = {"hardware": "h200-nvlink", "devices": 2}
-        assert any(
-            note.startswith("devices as fast as those that were calibrated, relative to their mean: ")
-            for note in self.notes(**two)
-        )
-        assert not any("those that were calibrated" in note for note in self.notes(hardware="h200-nvlink"))
-        assert not any("those that were calibrated" in note for note in self.notes(device_speed=(1.0, 1.0), **two))
 
     def test_own_lengths_are_said_to_be_drawn(self, equal_lengths):
         assert any(

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from cli import app
 from odc_sim.datafiles import data_dir
 from odc_sim.errors import InputError
+from odc_sim.machine import machine_files
 from odc_sim.plots_sweep import factor_figure, positions
 from odc_sim.study import Study
 from odc_sim.sweep import Factor, Sweep
@@ -227,6 +228,21 @@ def test_the_key_follows_the_content_of_files_and_not_how_defaults_are_written(t
     before = point_key(Study(lengths=lengths))
     lengths.write_text("6\n")
     assert point_key(Study(lengths=lengths)) != before
+
+
+def test_the_key_follows_a_built_in_calibration(monkeypatch, tmp_path):
+    h200 = Study(hardware="h200-nvlink", devices=2)
+    before = point_key(h200)
+    toml, calibration = machine_files("h200-nvlink")
+    assert (toml.name, calibration.name) == ("h200-nvlink.toml", "h200-nvlink-2gpu.json")
+    newer = tmp_path / "newer.json"
+    newer.write_text(calibration.read_text().replace("2026", "2027"))
+    monkeypatch.setattr("odc_sim.machine.machine_files", lambda _: [toml, newer])
+    assert point_key(h200) != before
+    monkeypatch.undo()
+    assert point_key(h200) == before
+    assert [path.name for path in machine_files("generic")] == ["generic.toml"]
+    assert machine_files(str(newer)) == [newer]
 
 
 def test_points_that_cannot_run_are_rows_with_their_verdict(tmp_path):

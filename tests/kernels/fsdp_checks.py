@@ -423,19 +423,26 @@ def layout_drift_is_not_silent() -> None:
             net.blocks[1].gain.to_local().mul_(1 + 1e-6)
         odc.publish()
         run_one(odc, net)
-    for evaluated in ("before", "after"):  # a forward for evaluation stands for no minibatch's
+    for name in ("blocks.1", "the root"):  # which an evaluation leaves gathered
         net = Case().shard(Case().build())
-        message = "publish before the end of a minibatch" if evaluated == "after" else "end of minibatch 1"
-        with raises(WindowError, f"{message}: rank 0: parameters of blocks.1 are not what was"), OnDemand(net) as odc:
-            if evaluated == "before":
-                evaluate(net, microbatch)
+        changed = net.blocks[1].gain if name == "blocks.1" else net.head.weight
+        with (
+            raises(WindowError, f"end of minibatch 1: rank 0: parameters of {name} are not what"),
+            OnDemand(net) as odc,
+        ):
+            evaluate(net, microbatch)  # stands for no minibatch's forward
             if dist.get_rank() == 0:
                 with torch.no_grad():
-                    net.blocks[1].gain.to_local().mul_(1 + 1e-6)
-            if evaluated == "after":
-                evaluate(net, microbatch)
-                odc.publish()  # what was evaluated was a mixture
+                    changed.to_local().mul_(1 + 1e-2)
             run_one(odc, net)
+    net = Case().shard(Case().build())
+    message = "publish before the end of a minibatch: rank 0: parameters of blocks.1 are not what was published"
+    with raises(WindowError, message), OnDemand(net) as odc:
+        if dist.get_rank() == 0:
+            with torch.no_grad():
+                net.blocks[1].gain.to_local().mul_(1 + 1e-6)
+        evaluate(net, microbatch)  # of a mixture
+        odc.publish()
     net = Case().shard(Case().build())
     with raises(WindowError, "end of minibatch 1: rank 0: parameters of blocks.1 are not what"), OnDemand(net) as odc:
         with torch.no_grad():

@@ -21,7 +21,7 @@ from odc_kernels.bench_cases import Buffers
 from odc_kernels.calibrate_compute import layer_steps
 from odc_kernels.calibrate_copies import elements_of, shards_of, steps_of
 from odc_kernels.calibrate_file import Draft
-from odc_kernels.calibrate_scenes import Launch, Measured, Scene, measure_scene, slowdown
+from odc_kernels.calibrate_scenes import ROUNDS, Launch, Measured, Scene, measure_scene, slowdown
 from odc_kernels.calibrate_shapes import layer_tensors
 from odc_kernels.calibrate_timing import Effort, Pace, Step
 from odc_kernels.calibrate_transfers import Way, collectives, measure_alone, one_sided
@@ -110,6 +110,7 @@ def measure_beside_layers(
     effort: Effort,
     *,
     say: Callable[[str], None],
+    rounds: int = ROUNDS,
     tokens: int = LAYER_TOKENS,
 ) -> None:
     """Of each model, whose layer's shard has so many bytes of fp32, into `draft`. Collective.
@@ -124,7 +125,7 @@ def measure_beside_layers(
         alone = [measure_alone([way], [way.bytes_of(shards[name])], pace, effort, say=say)[0] for way in ways]
         unshard, reduce = (way.case(sample.bytes, pace.device).call for way, sample in zip(ways, alone, strict=True))
         say(what)
-        measured = measure_scene(layer.scene(unshard, reduce, adds=adds), pace)
+        measured = measure_scene(layer.scene(unshard, reduce, adds=adds), pace, rounds=rounds)
         draft.beside_layers.append({"model": layer.model, "ops": [way.op for way in ways], **measured.as_dict()})
         if measured.problem:
             draft.left_out.append(f"{what}: {measured.problem}")

@@ -18,6 +18,7 @@ from odc_kernels.calibrate_copies import PARTS, measure_copies
 from odc_kernels.calibrate_file import Draft, Talk
 from odc_kernels.calibrate_layers import measure_beside_layers
 from odc_kernels.calibrate_optimizer import measure_host, measure_optimizer
+from odc_kernels.calibrate_scenes import QUICK_ROUNDS, ROUNDS
 from odc_kernels.calibrate_shapes import (
     MIB,
     layer_shapes,
@@ -210,8 +211,9 @@ class Lab:
         if not shards:
             return
         buffers = Buffers.allocate(room_bytes(list(shards.values()), self.device) // BF16_BYTES, self.device)
-        effort, say = self.effort["transfers"], self.talk.say
-        measure_beside_layers(shards, buffers, self.options.backend, self.draft, self.pace, effort, say=say, **options)
+        options = {"rounds": QUICK_ROUNDS if self.options.quick else ROUNDS, "say": self.talk.say, **options}
+        effort = self.effort["transfers"]
+        measure_beside_layers(shards, buffers, self.options.backend, self.draft, self.pace, effort, **options)
 
     def _sizes(self) -> tuple[int, ...]:
         sizes = transfer_sizes(self.specs, self.world_size, quick=self.options.quick, on_gpu=self.options.on_gpu)

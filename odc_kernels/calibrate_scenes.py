@@ -27,7 +27,7 @@ from odc_kernels.timing import Call, Marks, agree_max, estimate, summarize, sync
 
 Array = NDArray[np.float64]
 
-ROUNDS = 6
+ROUNDS, QUICK_ROUNDS = 6, 4
 """Stretches of each variant."""
 STRETCH_S, LEAD_S = 0.2, 0.06
 """Of a stretch, and of what comes before it, in which the host gets ahead and the clock settles."""
@@ -144,7 +144,7 @@ def slowdown(lost_s: float, other_s: float, step_s: float) -> float:
     return both_s / (both_s - min(max(lost_s, 0.0), MOST_LOST * both_s))
 
 
-def measure_scene(scene: Scene, pace: Pace) -> Measured:
+def measure_scene(scene: Scene, pace: Pace, *, rounds: int = ROUNDS) -> Measured:
     """Stretches of each variant in turn, every other time in reverse. Collective.
 
     On a CPU launches run before the step that they begin with, and are part of its time.
@@ -160,12 +160,12 @@ def measure_scene(scene: Scene, pace: Pace) -> Measured:
     late = dict.fromkeys(names, 0.0)
     with collected_between():
         stage.stretch(scene.variants[names[-1]], lead, count)  # with all that is set up then
-        for number in range(ROUNDS):
+        for number in range(rounds):
             for name in names if number % 2 == 0 else reversed(names):
                 steps, calls, late_in_it = stage.stretch(scene.variants[name], lead, count)
                 steps_s[name].append(steps)
                 calls_s[name].append(calls)
-                late[name] += late_in_it / ROUNDS
+                late[name] += late_in_it / rounds
     ranks: list[tuple[dict[str, Array], dict[str, Array]]] = [({}, {})] * dist.get_world_size()
     own = tuple({name: np.stack(found) for name, found in each.items()} for each in (steps_s, calls_s))
     dist.all_gather_object(ranks, own)

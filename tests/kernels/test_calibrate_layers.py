@@ -80,7 +80,7 @@ def test_what_is_lost_is_compared_within_rounds_on_the_slowest_rank():
 
 
 def scenes_rank(rank):
-    calibrate_scenes.ROUNDS, calibrate_scenes.LEAST, calibrate_scenes.STRETCH_S = 2, 4, 0.1
+    calibrate_scenes.LEAST, calibrate_scenes.STRETCH_S = 4, 0.1
     calibrate_scenes.LEAD_S = 0.05
     order = []
 
@@ -102,7 +102,7 @@ def scenes_rank(rank):
             ],
         },
     )
-    return measure_scene(scene, Pace(CPU)), order
+    return measure_scene(scene, Pace(CPU), rounds=2), order
 
 
 def test_variants_take_turns_and_launches_start_with_the_steps_that_they_name():
@@ -133,11 +133,10 @@ def test_variants_take_turns_and_launches_start_with_the_steps_that_they_name():
 
 
 def late_rank(rank):
-    calibrate_scenes.ROUNDS = 2
     scene = Scene(steps=[lambda: None], counted=(0,), variants=dict.fromkeys("abcde", ()))
     lateness = iter([0.0] * 5 + [0.4] + [0.0] * 4 + [1.0])  # a warm-up, then a to e and back: the last is a
     calibrate_scenes._Stage.stretch = lambda *_: (np.ones(1), np.ones((0, 2)), next(lateness))
-    return measure_scene(scene, Pace(CPU)).problem
+    return measure_scene(scene, Pace(CPU), rounds=2).problem
 
 
 def test_the_worst_variant_tells_whether_the_host_was_late():
@@ -145,7 +144,7 @@ def test_the_worst_variant_tells_whether_the_host_was_late():
 
 
 def layers_rank(rank):
-    calibrate_scenes.ROUNDS, calibrate_scenes.STRETCH_S = 2, 0.05
+    calibrate_scenes.STRETCH_S = 0.05
     calibrate_scenes.MOST_NOISE = math.inf  # on a CPU that others use too
     lab = Lab(
         calibrate.make_options(Path("c.json"), ["tiny"], True, "cpu", "cpu", 2, command=""),
@@ -153,7 +152,7 @@ def layers_rank(rank):
         Draft.start(None, "", {}),
     )
     lab.copies()
-    lab.beside_layers(tokens=64)
+    lab.beside_layers(tokens=64, rounds=2)
     lab._agreed = (4096,)
     lab.beside_layers(tokens=64)
     return lab.draft

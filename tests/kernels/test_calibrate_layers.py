@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytest.importorskip("transformers", reason="transformers is not installed")
 
-from odc_kernels import calibrate, calibrate_scenes  # noqa: E402
+from odc_kernels import calibrate, calibrate_layers, calibrate_scenes  # noqa: E402
 from odc_kernels import calibrate_shapes as shapes  # noqa: E402
 from odc_kernels.calibrate_file import Draft  # noqa: E402
 from odc_kernels.calibrate_layers import Layer, copies_beside, transfers_beside  # noqa: E402
@@ -143,14 +143,31 @@ def test_the_worst_variant_tells_whether_the_host_was_late():
     assert run_ranks(late_rank, 1, timeout_s=60) == ["the host was late in 50% of them"]
 
 
+def tiny_lab():
+    options = calibrate.make_options(Path("c.json"), ["tiny"], True, "cpu", "cpu", 2, command="")
+    return Lab(options, CPU, Draft.start(None, "", {}))
+
+
+def late_layers_rank(rank):
+    late = measured(late=0.3, copies_in=0.1, adds=0.1, unshards=0.1, reduces=0.1, all=0.1)
+    calibrate_layers.measure_scene = lambda *_, **__: late
+    lab = tiny_lab()
+    lab.beside_layers(tokens=64)
+    return lab.draft
+
+
+def test_where_the_host_was_late_nothing_is_said_of_layers():
+    draft, _ = run_ranks(late_layers_rank, 2, timeout_s=60)
+    late = "beside a layer of tiny: the host was late in 30% of them"
+    assert draft.left_out == [f"all_gather and reduce_scatter {late}", f"gather and scatter_accumulate {late}"]
+    assert (draft.transfers, draft.copies, draft.device_speed) == ([], [], ())
+    assert [raw["late"] for raw in draft.beside_layers] == [0.3, 0.3]
+
+
 def layers_rank(rank):
     calibrate_scenes.STRETCH_S = 0.05
     calibrate_scenes.MOST_NOISE = math.inf  # on a CPU that others use too
-    lab = Lab(
-        calibrate.make_options(Path("c.json"), ["tiny"], True, "cpu", "cpu", 2, command=""),
-        CPU,
-        Draft.start(None, "", {}),
-    )
+    lab = tiny_lab()
     lab.copies()
     lab.beside_layers(tokens=64, rounds=2)
     lab._agreed = (4096,)

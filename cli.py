@@ -284,6 +284,8 @@ def plan(
 
         if policy and "," in policy:
             raise InputError(f"--policy: got {policy!r}, expected one policy: a plan is one policy's")
+        if any(argument.split("=")[0] == "--plan" for argument in ctx.args):
+            raise InputError("--plan: got a plan to make a plan of; odc simulate --plan FILE says what it takes")
         from odc_sim.api import plan as make_plan
         from odc_sim.plans import unequal_counts, write_plan
 
@@ -591,13 +593,13 @@ def calibrate(
     """
     with _one_line_errors():
         from odc_sim.calibration_report import failed, summary, write_calibration_report
-        from odc_sim.errors import InputError
+        from odc_sim.errors import InputError, pip_install
 
         if report is None:
             import importlib.util
 
             if importlib.util.find_spec("torch") is None:
-                raise InputError("calibrate: torch is not installed: pip install 'odc-toolkit[train]'")
+                raise InputError(f"calibrate: torch is not installed: {pip_install('train')}")
             from odc_kernels import calibrate as machine
 
             options = machine.make_options(
@@ -678,13 +680,13 @@ def train(
     for name in ("out", "resume", "timeline", "config"):
         flags.pop(name)
     with _one_line_errors():
-        from odc_sim.errors import InputError
+        from odc_sim.errors import InputError, pip_install
 
         try:
             from odc_kernels.train import train as run
             from odc_kernels.train_options import Options, make_job
         except ModuleNotFoundError as error:
-            raise InputError(f"odc train: {error.name} is not installed: pip install 'odc-toolkit[train]'") from None
+            raise InputError(f"odc train: {error.name} is not installed: {pip_install('train')}") from None
         fields = {name: value for name, value in flags.items() if value is not None}
         if policy is not None:
             fields["policy"] = (policy,)

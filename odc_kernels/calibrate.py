@@ -22,7 +22,7 @@ from odc_kernels.environment import NO_MULTICAST
 from odc_kernels.ranks import RankError, run_ranks
 from odc_kernels.rendezvous import Rendezvous
 from odc_sim.calibration import Calibration
-from odc_sim.errors import InputError, RunError
+from odc_sim.errors import InputError, RunError, pip_install
 from odc_sim.models import load_model
 
 MODELS = ("qwen2.5-1.5b", "qwen2.5-7b", "qwen2.5-14b", "qwen2.5-32b")
@@ -68,7 +68,7 @@ def make_options(
     if not 1 <= ranks <= (available or 64):
         raise InputError(f"--ranks: got {ranks}, expected 1 to {available or 64}, one for each GPU")
     if importlib.util.find_spec("transformers") is None:
-        raise InputError("transformers is not installed, and the models are its own: pip install 'odc-toolkit[train]'")
+        raise InputError(f"transformers is not installed, and the models are its own: {pip_install('train')}")
     names = tuple(models) or (CPU_MODELS if device == "cpu" else QUICK_MODELS if quick else MODELS)
     for name in names:
         load_model(name)

@@ -13,6 +13,7 @@ from odc_kernels.doctor_probe import probe
 from odc_kernels.doctor_system import system_checks
 from odc_kernels.environment import run
 from odc_sim.doctor import Check, State, installed
+from odc_sim.errors import pip_install
 
 PACKAGES = (
     "torch",
@@ -125,7 +126,7 @@ def transformers(version: str | None) -> Check:
     """Where models come from."""
     if version is None:
         found = "not installed: odc train and odc calibrate build their models with it"
-        return Check("transformers", "broken", found, "pip install 'odc-toolkit[train]'")
+        return Check("transformers", "broken", found, pip_install("train"))
     if numbers(version) < (4, 57):
         found = f"{version}: packed samples need 4.57"
         return Check("transformers", "broken", found, "pip install --upgrade transformers")

@@ -23,7 +23,7 @@ from torch.nn.functional import cross_entropy
 from odc_kernels import varlen
 from odc_kernels.recompute import recompute as run_again
 from odc_kernels.recompute import recompute_forward
-from odc_sim.errors import InputError
+from odc_sim.errors import InputError, pip_install
 from odc_sim.models import ModelSpec, load_model
 
 
@@ -163,7 +163,7 @@ def build_lm(
     try:
         import transformers
     except ImportError:
-        raise InputError("transformers is not installed: pip install 'odc-toolkit[train]'") from None
+        raise InputError(f"transformers is not installed: {pip_install('train')}") from None
     spec = load_model(model)
     folder = _weights_folder(model)
     varlen.register()

@@ -1,5 +1,6 @@
 """What a run is: everything each of its ranks needs to know, and what refuses it before anything is started."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,8 @@ from odc_sim.run_files import RunConfig
 from odc_sim.schedules import SCHEDULES, make_schedule
 from odc_sim.validate_predict import as_planned
 
+BYTES_A_PARAMETER = 18
+"""fp32 parameter, gradient and two moments, and a copy in bf16."""
 TIMEOUT_S = 300.0
 """How long a rank waits for another: more than the longest lead of one in a minibatch."""
 
@@ -87,10 +90,25 @@ def check(job: Job) -> None:
         )
     if config.compute == "emulated":
         job.costs()
+    else:
+        _check_memory(job)
     # Here rather than on a rank, which would have been started for nothing.
     _ = job.spec, job.measured()
     if job.data is not None:
         data_files(job.data)
+
+
+def _check_memory(job: Job) -> None:
+    """On CPUs all ranks share this machine's memory, and the one that has none left is killed without a word."""
+    if job.config.device != "cpu":
+        return
+    need = BYTES_A_PARAMETER * job.spec.parameters
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if need > there:
+        raise InputError(
+            f"{job.spec.name} takes {need / 1e9:.0f} GB on CPUs for parameters, gradients and AdamW alone, and this "
+            f"machine has {there / 1e9:.0f} GB; use --model tiny, --compute emulated, or GPUs"
+        )
 
 
 def peak_flops(gpu: str, calibration: Calibration | None) -> float:

@@ -35,7 +35,8 @@ def advise(rows: Sequence[Row], baseline: Row, bound_speedup: float | None, larg
         return f"Keep {_name(baseline)}: nothing that fits gains {WORTH_IT:.0%} here.{ceiling}"
     text = f"Use {_name(choice)}: "
     if not baseline.usable:
-        text += f"{_name(baseline)}, the baseline, does not fit the device's memory; "
+        why = "does not fit the device's memory" if not baseline.fits else "runs here only by chance"
+        text += f"{_name(baseline)}, the baseline, {why}; "
     text += f"{abs(gain):.0%} {'more' if gain >= 0 else 'less'} throughput than {_name(baseline)}"
     saved = choice.gpu_hours_saved_per_1000_steps
     if saved is not None and abs(saved) >= 0.05:  # less is shown as nothing
@@ -52,6 +53,7 @@ def advise(rows: Sequence[Row], baseline: Row, bound_speedup: float | None, larg
         tried = {(row.schedule, row.policy) for row in rows} >= STOCK_BEST
         which = "best that stock FSDP2 reaches" if tried else "best stock FSDP2 among the rows simulated here"
         text += f" The {which} is {_gain(rival) - 1.0:+.0%}, {_name(rival)}."
+        text += _larger_microbatches(stock)
     deferred = [row for row in running if row.schedule == "collective-deferred"]
     if deferred and not any(row.fits for row in deferred):
         need = min(row.peak_memory_bytes.get("total", 0) for row in deferred) / 1e9
@@ -82,6 +84,17 @@ def _simplest(candidates: Sequence[Row], baseline: Row) -> Row:
 def _gain(row: Row) -> float:
     assert row.speedup is not None
     return row.speedup
+
+
+def _larger_microbatches(stock: Sequence[Row]) -> str:
+    """Where memory has room, ranks that may pack more into a microbatch can be balanced without ODC as well."""
+    tokens, room = stock[0].max_tokens, max(row.largest_max_tokens or 0 for row in stock)
+    if not 0 < 2 * tokens <= room:
+        return ""
+    return (
+        f" That is with --max-tokens {tokens}: memory holds {room:,}, and larger microbatches can let stock FSDP2 "
+        f"balance as well; compare with --max-tokens {2 * tokens}."
+    )
 
 
 def _ceiling(bound_speedup: float | None, largest_sample_binds: bool) -> str:

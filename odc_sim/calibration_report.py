@@ -8,6 +8,7 @@ from pathlib import Path
 
 from odc_sim.calibration import Calibration, CopySample, TransferSample, load_calibration
 from odc_sim.calibration_tables import (
+    LONG_TOKENS,
     compute_sections,
     giga,
     heldout_errors,
@@ -77,7 +78,7 @@ def summary(calibration: Calibration) -> list[str]:
         if fit.unit == "layer":
             tokens = fit.valid_tokens[1]
             errors = [abs(error) for error in heldout_errors(calibration, fit, long=True).values()]
-            median_and_worst = f"held out {percent(errors)} (median, worst)"
+            median_and_worst = f"held out from {LONG_TOKENS:,} tokens {percent(errors)} (median, worst)"
             checked = median_and_worst if errors else "no long microbatch held out"
             lines.append(
                 f"{fit.model} layer {fit.direction}, one sample of {tokens:,} tokens: "

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from odc_sim.errors import pip_install
+
 State = Literal["ok", "warning", "broken", "absent"]
 OLDEST_PYTHON = (3, 11)
 PACKAGES = ("numpy", "pandas", "pyarrow", "numba", "matplotlib", "simpy", "pydantic", "joblib", "typer", "rich")
@@ -117,7 +119,7 @@ def without_torch(problem: str | None) -> Check:
     """What is missing where torch is not installed, or (`problem`) does not load."""
     can = "simulating, planning and sweeps work; calibrating, training and transfers do not"
     if problem is None:
-        return Check("torch", "broken", f"not installed: {can}", "pip install 'odc-toolkit[train]'")
+        return Check("torch", "broken", f"not installed: {can}", pip_install("train"))
     return Check("torch", "broken", f"does not load ({problem}): {can}", "install torch again, for this Python")
 
 

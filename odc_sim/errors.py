@@ -1,6 +1,7 @@
 """The exception for what a user typed or supplied, the one for a run that broke, and what the user may have meant."""
 
 import difflib
+import sys
 from collections.abc import Iterable
 
 
@@ -16,6 +17,11 @@ class RunError(RuntimeError):
 
     The command line prints it without a traceback and exits with code 1.
     """
+
+
+def pip_install(extra: str) -> str:
+    """The command that installs an extra of ours for this very Python."""
+    return f"{sys.executable} -m pip install 'odc-toolkit[{extra}]'"
 
 
 def unknown_name(kind: str, got: str, options: Iterable[str]) -> InputError:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from odc_sim.costs import ComputeCosts, choose_costs, measured_models
 from odc_sim.errors import InputError
+from odc_sim.length_sources import Recorded
 from odc_sim.lengths import read_lengths
 from odc_sim.machine import Machine, load_machine, of_model
 from odc_sim.models import ModelSpec, load_model
@@ -87,7 +88,7 @@ def load_inputs(study: Study) -> Inputs:
         groups=samples.groups,
         minibatches=tuple(np.split(ids, study.minibatches)),
         given=None,
-        notes=tuple(note for note in (samples.note, _drawing_note(study, samples.lengths.size)) if note),
+        notes=tuple(note for note in (samples.note, _drawing_note(study, workload, samples.lengths.size)) if note),
     )
 
 
@@ -116,8 +117,12 @@ def _workload(study: Study) -> Workload:
     return workload_from_lengths(lengths, study.lengths.stem)
 
 
-def _drawing_note(study: Study, drawn: int) -> str:
-    return f"{drawn:,} samples drawn from {study.lengths}, each once before any repeats" if study.lengths else ""
+def _drawing_note(study: Study, workload: Workload, drawn: int) -> str:
+    if study.lengths is None or not isinstance(workload.source, Recorded):
+        return ""
+    there = workload.source.lengths.size
+    repeats = f": {there:,} lengths, {drawn / there:.1f} times each" if drawn > there else ", each at most once"
+    return f"{drawn:,} samples drawn from {study.lengths}{repeats}"
 
 
 # What a plan file settles; a flag that says otherwise would be ignored, so it is refused.

@@ -96,8 +96,8 @@ def test_summary(calibration):
     assert lines.startswith("Calibration of NVIDIA H200, 2 ranks, measured in 4 s")
     assert "gather cuda-auto, 64 MiB: 335.5 GB/s, x1.50 (compute x0.990 *) beside compute" in lines
     assert (
-        "m layer forward, one sample of 8,000 tokens: 9 ms; held out 20.0%, 20.0% (median, worst); repeats 0.4%"
-        in lines
+        "m layer forward, one sample of 8,000 tokens: 9 ms; held out from 4,096 tokens 20.0%, 20.0% (median, worst); "
+        "repeats 0.4%" in lines
     )
     assert "beside a layer of m: copy_in of 100 us costs it 50, gather of 200 us costs it 67" in lines
     assert "2 of 8 measurements flagged" in lines

@@ -59,6 +59,8 @@ def test_json_goes_to_standard_output_alone(odc):
 
 def test_a_plan_is_made_saved_and_simulated(odc, tmp_path):
     made = odc("plan", "--minibatches", "3", "--out", "plan.json").stdout
+    again = odc("plan", "--plan", "plan.json", "--out", "again.json", code=2).stderr
+    assert again == "error: --plan: got a plan to make a plan of; odc simulate --plan FILE says what it takes\n"
     assert "3 minibatches on 8 ranks, lb-mini" in made
     assert "needs odc or collective-deferred" in made
     odc("simulate", "--plan", "plan.json", "--out", "out")

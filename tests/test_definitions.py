@@ -273,6 +273,25 @@ class TestAdvice:
         assert advised_row(rows, self.BASE) is rows[1]
         assert advise(rows, self.BASE, 2.0, False).startswith("Use odc + lb-mini: 50% more throughput")
 
+    def test_a_baseline_that_fits_but_runs_by_chance_is_not_said_not_to_fit(self):
+        base = replace(make_row("collective", "lb-mini", speedup=1.0), verdict="counts happen to be equal")
+        rows = (base, make_row("odc", "lb-mini", speedup=1.1))
+        assert "collective + lb-mini, the baseline, runs here only by chance; 10% more" in advise(
+            rows, base, 2.0, False
+        )
+        heavy = replace(base, fits=False)
+        assert "the baseline, does not fit the device's memory; 10% more" in advise((heavy, rows[1]), heavy, 2.0, False)
+
+    @pytest.mark.parametrize(("room", "said"), [(None, False), (1.9, False), (2.0, True)])
+    def test_where_memory_has_room_larger_microbatches_are_to_be_compared(self, room, said):
+        tokens = self.BASE.max_tokens
+        stock = replace(self.BASE, largest_max_tokens=room and int(room * tokens))
+        text = advise((stock, make_row("odc", "lb-mini", speedup=1.5)), stock, 2.0, False)
+        hint = f"and larger microbatches can let stock FSDP2 balance as well; compare with --max-tokens {2 * tokens}."
+        assert (hint in text) == said
+        deferred = replace(make_row("collective-deferred", "lb-mini", speedup=1.5), largest_max_tokens=10 * tokens)
+        assert "compare with" not in advise((stock, deferred), stock, 2.0, False)  # stock as it is
+
     @pytest.mark.parametrize(
         ("shorter", "ratio", "binds"), [(1.0, 1.0, False), (0.93, 1.04, False), (0.9, 1.06, True), (0.5, 1.38, True)]
     )

@@ -33,7 +33,7 @@ from odc_kernels.calibrate_waiting import slowdown  # noqa: E402
 from odc_kernels.ranks import Failure, RankError, run_ranks  # noqa: E402
 from odc_sim.calibration import TransferSample, load_calibration  # noqa: E402
 from odc_sim.calibration_report import failed, how_measured, write_calibration_report  # noqa: E402
-from odc_sim.errors import InputError  # noqa: E402
+from odc_sim.errors import InputError, pip_install  # noqa: E402
 from odc_sim.models import BUILT_IN, load_model  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
@@ -207,14 +207,14 @@ def test_without_transformers(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "transformers" else object())
     done = CliRunner().invoke(app, ["calibrate", "--device", "cpu"])
     assert done.exit_code == 2
-    assert "pip install 'odc-toolkit[train]'" in done.output
+    assert "-m pip install 'odc-toolkit[train]'" in done.output
 
 
 def test_without_torch(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     done = CliRunner().invoke(app, ["calibrate"])
     assert done.exit_code == 2
-    assert "error: calibrate: torch is not installed: pip install 'odc-toolkit[train]'\n" in done.output
+    assert f"error: calibrate: torch is not installed: {pip_install('train')}\n" in done.output
 
 
 def test_a_dead_rank_ends_in_one_line_with_the_file_kept(monkeypatch, tmp_path):

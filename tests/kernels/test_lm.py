@@ -159,5 +159,5 @@ def test_whether_keys_are_repeated_depends_on_what_torch_offers():
 
 def test_without_transformers_the_remedy_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(InputError, match=r"transformers is not installed: pip install 'odc-toolkit\[train\]'"):
+    with pytest.raises(InputError, match=r"transformers is not installed: \S+ -m pip install 'odc-toolkit\[train\]'"):
         build_lm("tiny", device=CPU)

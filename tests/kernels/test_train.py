@@ -249,6 +249,7 @@ def test_what_cannot_run_is_refused(tmp_path):
         f"the plan is for 2 ranks, this machine has {torch.cuda.device_count()} GPUs",
         config=replace(job.config, device="cuda"),
     )
+    refused("qwen2.5-32b takes 590 GB on CPUs for parameters, gradients and AdamW alone", model="qwen2.5-32b")
     refused("none.json: no such file", calibration=Path("none.json"))
     refused("--data none: no such file or folder", data=Path("none"))
     assert not job.out.exists()

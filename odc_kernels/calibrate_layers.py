@@ -86,18 +86,18 @@ class Layer:
             return Launch(at=COPY_OUT_AGAIN, until=COPY_OUT, calls=[*calls, *([add] if adds else [])])
 
         forward, backward = (FORWARD, COPY_OUT_AGAIN), (BACKWARD, COPY_OUT)
-        variants = {
-            ALONE: [],
-            COPIES_IN: [unshards(*forward), unshards(*backward)],
-            ADDS: [reduces()],
-            UNSHARDS: [unshards(*forward, unshard)],
-            REDUCES: [reduces(reduce)],
-            ALL: [unshards(*forward, unshard), reduces(reduce), unshards(*backward, unshard)],
-        }
-        if not adds:  # copies were measured with those that do
-            del variants[COPIES_IN], variants[ADDS]
+        # alike for all transfers, so measured with those that have both
+        copies = {COPIES_IN: [unshards(*forward), unshards(*backward)], ADDS: [reduces()]} if adds else {}
         return Scene(
-            steps=[copy_out, self.forward, copy_out, self.backward], counted=(FORWARD, BACKWARD), variants=variants
+            steps=[copy_out, self.forward, copy_out, self.backward],
+            counted=(FORWARD, BACKWARD),
+            variants={
+                ALONE: [],
+                **copies,
+                UNSHARDS: [unshards(*forward, unshard)],
+                REDUCES: [reduces(reduce)],
+                ALL: [unshards(*forward, unshard), reduces(reduce), unshards(*backward, unshard)],
+            },
         )
 
 

@@ -211,9 +211,9 @@ class Lab:
         if not shards:
             return
         buffers = Buffers.allocate(room_bytes(list(shards.values()), self.device) // BF16_BYTES, self.device)
-        options = {"rounds": QUICK_ROUNDS if self.options.quick else ROUNDS, "say": self.talk.say, **options}
-        effort = self.effort["transfers"]
-        measure_beside_layers(shards, buffers, self.options.backend, self.draft, self.pace, effort, **options)
+        effort, say = self.effort["transfers"], self.talk.say
+        options.setdefault("rounds", QUICK_ROUNDS if self.options.quick else ROUNDS)
+        measure_beside_layers(shards, buffers, self.options.backend, self.draft, self.pace, effort, say=say, **options)
 
     def _sizes(self) -> tuple[int, ...]:
         sizes = transfer_sizes(self.specs, self.world_size, quick=self.options.quick, on_gpu=self.options.on_gpu)

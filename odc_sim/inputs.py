@@ -121,8 +121,7 @@ def _drawing_note(study: Study, workload: Workload, drawn: int) -> str:
     if study.lengths is None or not isinstance(workload.source, Recorded):
         return ""
     there = workload.source.lengths.size
-    repeats = f": {there:,} lengths, {drawn / there:.1f} times each" if drawn > there else ", each at most once"
-    return f"{drawn:,} samples drawn from {study.lengths}{repeats}"
+    return f"{drawn:,} samples drawn from {study.lengths}, which has {there:,}: each once before any repeats"
 
 
 # What a plan file settles; a flag that says otherwise would be ignored, so it is refused.

@@ -330,7 +330,8 @@ class TestNotes:
         assert any("device_speed = (0.9" in note for note in self.notes(device_speed=(0.9, *[1.0] * 7)))
 
     def test_own_lengths_are_said_to_be_drawn(self, equal_lengths):
-        assert any(note.startswith("64 samples drawn from") for note in self.notes(lengths=equal_lengths))
+        note = f"64 samples drawn from {equal_lengths}, which has 64: each once before any repeats"
+        assert note in self.notes(lengths=equal_lengths)
 
     def test_a_cluster_file_goes_by_its_own_name(self, tmp_path):
         row = simulate(Study(minibatches=2, policy=("lb-micro",), hardware=cluster(tmp_path, 40e9))).rows[0]

@@ -191,6 +191,7 @@ def scatter_case(
     skip_self: bool = False,
     from_bf16: bool = False,
     num_programs: int = NUM_PROGRAMS,
+    lean: bool = False,
 ) -> Case:
     """scatter_accumulate of fp32 or bf16 gradients; fp32 moves either way. With skip_self the own chunk stays."""
     whole_numel = window.world_size * numel
@@ -208,6 +209,7 @@ def scatter_case(
             overwrite=overwrite,
             skip_self=skip_self,
             num_programs=num_programs,
+            lean=lean,
         )
 
     def check() -> None:

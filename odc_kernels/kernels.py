@@ -77,6 +77,38 @@ def push_add_kernel(
             tl.atomic_add(to, values, mask=inside, sem="relaxed", scope="sys")
 
 
+@triton.jit(do_not_specialize=["rank", "world_size"])
+def push_add_lean_kernel(
+    gradients,  # [world_size * shard_numel]
+    addresses,  # int64 [world_size], where each rank's fp32 window begins
+    shard_numel,
+    offset,  # in the window, elements
+    rank,
+    world_size,
+    scale,
+    block: tl.constexpr,
+    stages: tl.constexpr,
+):
+    """As `push_add_kernel`, for one warp a multiprocessor: `stages` tiles at a time, all but one of them on their way
+    from memory to shared memory, hide the latency that many warps hide there. Program p begins with the p-th peer."""
+    program = tl.program_id(0)
+    num_whole = shard_numel // block
+    lanes = tl.arange(0, block)
+    for turn in range(world_size):
+        peer = (rank + 1 + (program + turn) % world_size) % world_size
+        target = tl.multiple_of(tl.load(addresses + peer).to(tl.pointer_type(tl.float32)), 16)
+        from_ = gradients + peer.to(tl.int64) * shard_numel + lanes
+        to = target + offset + lanes
+        for tile in tl.range(program.to(tl.int64), num_whole, tl.num_programs(0), num_stages=stages):
+            start = tile * block
+            tl.atomic_add(to + start, tl.load(from_ + start).to(tl.float32) * scale, sem="relaxed", scope="sys")
+        if program == num_whole % tl.num_programs(0):
+            start = num_whole * block
+            inside = start + lanes < shard_numel
+            values = tl.load(from_ + start, mask=inside).to(tl.float32) * scale
+            tl.atomic_add(to + start, values, mask=inside, sem="relaxed", scope="sys")
+
+
 @triton.jit(do_not_specialize=["world_size"])
 def sum_slots_kernel(
     slots,  # fp32 [world_size * slot_numel]

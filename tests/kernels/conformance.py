@@ -221,7 +221,10 @@ def scatter_accumulate_equals_reduce_scatter(setup: Setup) -> None:
                     gradients = setup.random(5, number, push, setup.rank, numel=shard * setup.world_size, dtype=dtype)
                     if shard:
                         wanted += scale * reference.exact_reduce_scatter(gradients)
-                    scatter_accumulate(window, gradients, offset=offset, deterministic=deterministic, scale=scale)
+                    lean = order.random() < 0.5
+                    scatter_accumulate(
+                        window, gradients, offset=offset, deterministic=deterministic, scale=scale, lean=lean
+                    )
                 window.barrier()
                 total = drain(window, shard, offset=offset, deterministic=deterministic)
                 assert total.dtype == F32
@@ -300,7 +303,7 @@ def two_streams(setup: Setup) -> Iterator[Callable]:
             stream = streams[number]
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
-                scatter_accumulate(window, gradients, offset=offset, num_programs=4)
+                scatter_accumulate(window, gradients, offset=offset, num_programs=4, lean=number == 1)
                 gradients.record_stream(stream)
 
         yield enqueue

@@ -152,25 +152,44 @@ def test_built_in_h200_is_its_committed_calibration():
             assert min(slowdown.transfer, slowdown.compute) >= 1
 
 
-def test_full_calibrations_of_two_machines_of_a_kind_agree():
-    """Over the microbatches of 4,096 tokens and more: within 3 % at each, but for one fit of the 28."""
-    built_in = load_machine("h200-nvlink").calibration
-    folder = Path(__file__).parent.parent / "traces" / "calibration"
-    other = load_calibration(folder / "h200-nvlink-2gpu-other.json")
-    fits = {(fit.model, fit.unit, fit.direction): fit for fit in built_in.fits}
-    assert len(other.fits) == len(fits) == 28
-    apart, means = {}, {}
-    for fit in other.fits:
+CALIBRATIONS = Path(__file__).parent.parent / "traces" / "calibration"
+FIT = ("c0_s", "c1_s_per_token", "c2_s_per_token2", "floor_s")
+
+
+def fits_apart(first, second):
+    """Of each fit: the largest and the mean relative difference over the microbatches of 4,096 tokens and more."""
+    fits = {(fit.model, fit.unit, fit.direction): fit for fit in first.fits}
+    assert len(second.fits) == len(fits) == 28
+    most, mean = {}, {}
+    for fit in second.fits:
         part = fit.model, fit.unit, fit.direction
-        shapes = [s.lengths for s in built_in.compute if (s.model, s.unit, s.direction) == part and s.tokens >= 4096]
+        shapes = [s.lengths for s in first.compute if (s.model, s.unit, s.direction) == part and s.tokens >= 4096]
         assert len(shapes) >= 4
-        names = ("c0_s", "c1_s_per_token", "c2_s_per_token2", "floor_s")
-        lines = [Line(**{name: getattr(each, name) for name in names}) for each in (fits[part], fit)]
-        apart[part] = spread(*lines, shapes)
-        means[part] = float((lines[0](shapes) / lines[1](shapes)).mean()) - 1
-    assert [part for part, most in apart.items() if most > 0.03] == [("qwen2.5-7b", "layer", "backward")]
-    assert max(apart.values()) < 0.035
-    assert max(map(abs, means.values())) < 0.025
+        lines = [Line(**{name: getattr(each, name) for name in FIT}) for each in (fits[part], fit)]
+        most[part] = spread(*lines, shapes)
+        mean[part] = float((lines[1](shapes) / lines[0](shapes)).mean()) - 1
+    return most, mean
+
+
+def test_full_calibrations_of_one_machine_agree():
+    """Within 3 % for every fit; also at every microbatch, but for a lookup of 20 us."""
+    runs = [load_calibration(CALIBRATIONS / f"{name}.json") for name in ("h200-1gpu", "h200-1gpu-again")]
+    assert runs[0].environment["gpu"] == runs[1].environment["gpu"]
+    most, mean = fits_apart(*runs)
+    assert max(map(abs, mean.values())) < 0.02
+    assert [part for part, apart in most.items() if apart > 0.03] == [("qwen2.5-7b", "embedding", "forward")]
+    assert max(apart for (_, unit, _), apart in most.items() if unit != "embedding") < 0.021
+    assert most["qwen2.5-7b", "embedding", "forward"] * 20e-6 < 1e-6
+
+
+def test_full_calibrations_of_two_machines_of_a_kind_agree():
+    """Within 3 % at each microbatch, but for one fit of the 28."""
+    most, mean = fits_apart(
+        load_machine("h200-nvlink").calibration, load_calibration(CALIBRATIONS / "h200-nvlink-2gpu-other.json")
+    )
+    assert [part for part, apart in most.items() if apart > 0.03] == [("qwen2.5-7b", "layer", "backward")]
+    assert max(most.values()) < 0.035
+    assert max(map(abs, mean.values())) < 0.025
 
 
 @pytest.mark.parametrize(

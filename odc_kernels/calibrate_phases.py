@@ -17,7 +17,7 @@ from odc_kernels.calibrate_compute import fits_of, measure_model, samples_of
 from odc_kernels.calibrate_copies import PARTS, measure_copies
 from odc_kernels.calibrate_file import Draft, Talk
 from odc_kernels.calibrate_layers import measure_beside_layers
-from odc_kernels.calibrate_optimizer import measure_host, measure_optimizer
+from odc_kernels.calibrate_optimizer import host_model, measure_host, measure_optimizer
 from odc_kernels.calibrate_scenes import QUICK_ROUNDS, ROUNDS
 from odc_kernels.calibrate_shapes import (
     MIB,
@@ -197,7 +197,7 @@ class Lab:
 
     def host(self) -> None:  # pragma: cuda-only
         """Enqueuing a unit."""
-        self.draft.host = measure_host(self.pace)
+        self.draft.host = measure_host(self.pace, host_model(self.options.models, 0.9 * self._agreed_free_bytes()))
 
     def beside_layers(self, **options: Any) -> None:
         """What transfers and copies of a layer's own size cost that layer."""

@@ -154,7 +154,7 @@ def build_lm(
         seed: of random weights.
         recompute: layers keep only their inputs, and are computed again in the backward.
         chunked_loss_tokens: tokens whose logits exist at once; 0: all.
-        num_layers: fewer layers than the model has, as for timing one.
+        num_layers: so many layers in place of the model's, as for timing one.
         dtype: of the parameters.
 
     Raises:
@@ -171,7 +171,7 @@ def build_lm(
     if num_layers is not None:
         config.num_hidden_layers = num_layers
         if getattr(config, "layer_types", None):
-            config.layer_types = config.layer_types[:num_layers]
+            config.layer_types = (config.layer_types * num_layers)[:num_layers]
     config.attention_dropout = 0.0
     made: Any
     if folder:

@@ -75,7 +75,8 @@ def build_durations(
     pure = sum(w * (f[0] + b[0]) for w, f, b in zip(weights, forward, backward, strict=True))
     floored = sum(w * (f[1] + b[1]) for w, f, b in zip(weights, forward, backward, strict=True))
 
-    overlap = cluster.overlap["odc" if schedule.one_sided else "collective"]
+    # one rank alone is FSDP2's under every schedule (transfers.py)
+    overlap = cluster.overlap["odc" if schedule.one_sided and counts.shape[1] > 1 else "collective"]
     gather_s, reduce_s, copy_in_s, copy_out_s, add_s = (
         float(seconds[1]) if compute.layers else 0.0
         for seconds in (

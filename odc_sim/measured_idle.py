@@ -12,7 +12,8 @@ awaits follows from the program of `fully_shard` (docs/physics.md); a gap has up
 
 Inside a part, in this order: while a collective that it awaits stood still because a peer had not arrived although this
 rank had, imbalance; before the host had issued it, or while the host was enqueuing Y still when Y began, `host`; the
-rest as in the table. A gap that awaits nothing is `host`. Copies are part of the gaps, so they count as exposed.
+rest as in the table. A gap that awaits nothing is `host`. Copies are part of the gaps, so they count as exposed; of a
+rank alone, which gathers nothing, the copy-outs do.
 
 Not in a measurement: `port_contention` (part of exposed here) and `compute_slowdown` (inside compute spans).
 """
@@ -77,7 +78,7 @@ def attribute(timeline: Timeline, schedule: str, *, one_stream: bool = False) ->
         arrived_s = max((rank.arrival_s for rank in by_rank.values()), default=0.0)
         found: list[Span] = []
         for number_of_rank, rank in by_rank.items():
-            gaps = _Gaps(rank, rules, arrived_s, one_stream)
+            gaps = _Gaps(rank, rules, arrived_s, one_stream, alone=len(ranks) == 1)
             found += _filled(number_of_rank, rank, gaps, end_s)
             found += (span for span in spans if span.rank == number_of_rank and span.stream != "compute")
         minibatches.append((number, found))
@@ -159,8 +160,10 @@ def _filled(number: int, rank: RankSpans, gaps: "_Gaps", end_s: float) -> Iterat
 class _Gaps:
     """What the gaps of one rank's compute stream consist of."""
 
-    def __init__(self, rank: RankSpans, rules: Schedule, arrived_s: float, one_stream: bool) -> None:
-        self.rank, self.rules, self.arrived_s, self.one_stream = rank, rules, arrived_s, one_stream
+    def __init__(
+        self, rank: RankSpans, rules: Schedule, arrived_s: float, one_stream: bool, *, alone: bool = False
+    ) -> None:
+        self.rank, self.rules, self.arrived_s, self.one_stream, self.alone = rank, rules, arrived_s, one_stream, alone
         self.works = rank.works
         self.transfers = sorted((*rank.unshards, *rank.reduces), key=lambda span: span.start_s)
 
@@ -208,8 +211,9 @@ class _Gaps:
             return _Part(end_s, "host")
         gather, host = self.rank.gather_of(after), self.rank.host_of(after)
         bound = host is not None and host.end_s >= end_s  # the host was still at it when it began
-        if gather is None:
-            return _Part(end_s, "exposed_reduce" if holds and not bound else "host")
+        if gather is None:  # of one rank parameters are copied where they are used, and gathered never
+            cause = "exposed_reduce" if holds else "exposed_unshard" if self.alone else "host"
+            return _Part(end_s, "host" if bound else cause)
         late = [] if before is not None else [(-math.inf, self.rank.start_s)]
         if host is not None:
             above = self.rank.hosts.get(("backward", after.unit + 1, after.microbatch))

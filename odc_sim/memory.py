@@ -102,6 +102,9 @@ def peak_memory(
     state = RECIPES[recipe]
     gather_bytes = FP32_BYTES if gather_dtype == "fp32" else BF16_BYTES
     published = gather_bytes if schedule in ("odc", "odc-local-sum") else 0
+    if world_size == 1:  # nothing is gathered, and `OnDemand` leaves everything to FSDP2
+        gather_bytes = published = 0
+        schedule = "collective" if schedule == "odc" else schedule
 
     def shard(elements: int, bytes_each: int) -> int:
         return -(-elements * bytes_each // world_size)

@@ -111,6 +111,10 @@ def transfer_costs(
 ) -> TransferCosts:
     """What this model's transfers and copies take on this cluster, sharded over all `world_size` ranks.
 
+    One rank moves nothing, but FSDP2 copies all the same (torch 2.11, `_fsdp_param_group.py`, `_fsdp_collectives.py`):
+    parameters to bf16 where they are used, as copy_in does with a shard, and gradients to where a reduction would have
+    put them. One-sided schedules leave all of it to FSDP2 then.
+
     Raises InputError where `world_size` does not fit the cluster.
     """
     topology = make_topology(cluster, world_size, collectives)
@@ -119,10 +123,11 @@ def transfer_costs(
     shard_elements = np.ceil(unit_elements / world_size)
     gather_bytes, reduce_bytes = ITEMSIZE_BYTES[gather_dtype], ITEMSIZE_BYTES[reduce_dtype]
     bf16 = gather_dtype == "bf16"
-    distributed = world_size > 1
+    alone = world_size == 1
+    one_sided = one_sided and not alone
 
     def per_unit(pair_s: Array) -> Array:
-        return np.concatenate([pair_s[:1], np.repeat(pair_s[1:], model.layers)]) * distributed
+        return np.concatenate([pair_s[:1], np.repeat(pair_s[1:], model.layers)])
 
     copy_provenances: list[Provenance] = []
 
@@ -140,12 +145,16 @@ def transfer_costs(
     reduce, reduce_provenance = timed.measure(
         "scatter_accumulate" if one_sided else "reduce_scatter", shard_elements * reduce_bytes
     )
+    if alone:
+        copied_s = unit_elements * 2 * reduce_bytes / (cluster.device.hbm_bytes_per_s * ADD_EFFICIENCY)
+        gather, reduce = _Times(*[np.zeros(2)] * 3), _Times(copied_s, copied_s, np.zeros(2))
     optimizer_s, publish_s, optimizer_provenance = _optimizer(model, cluster, world_size, one_sided, calibration)
+    # bf16: cast the fp32 shard (4 + 2), then copy it (2 + 2). fp32: copy only (4 + 4).
+    copy_in_s = copy_s("copy_in", shard_elements, 10 if bf16 else 8, COPY_IN_EFFICIENCY)
     copies_s = {
-        # bf16: cast the fp32 shard (4 + 2), then copy it (2 + 2). fp32: copy only (4 + 4).
-        "copy_in_s": copy_s("copy_in", shard_elements, 10 if bf16 else 8, COPY_IN_EFFICIENCY),
+        "copy_in_s": copy_in_s * (not alone),
         # bf16: 2 + 2. fp32: copy (4 + 4), then cast (4 + 2).
-        "copy_out_s": copy_s("copy_out", unit_elements, 4 if bf16 else 14, COPY_OUT_EFFICIENCY),
+        "copy_out_s": copy_in_s if alone else copy_s("copy_out", unit_elements, 4 if bf16 else 14, COPY_OUT_EFFICIENCY),
         "pack_s": copy_s("pack", unit_elements, 2 + reduce_bytes, PACK_EFFICIENCY),
         "add_s": copy_s("add", shard_elements, 8 + reduce_bytes, ADD_EFFICIENCY) * (not one_sided),
         "hold_s": copy_s("hold", unit_elements, 2 + 4 + 4, HOLD_EFFICIENCY),
@@ -165,7 +174,7 @@ def transfer_costs(
             gather_network_s=per_unit(gather.network_s),
             reduce_network_s=per_unit(reduce.network_s),
         ),
-        provenance=_weakest([gather_provenance, reduce_provenance, *copy_provenances]) if distributed else "analytic",
+        provenance=_weakest([gather_provenance, reduce_provenance, *copy_provenances]),
         optimizer_provenance=optimizer_provenance,
     )
 
@@ -272,7 +281,7 @@ def _optimizer(
 
     steps = [(float(s.parameters), s.step_s) for s in samples if not s.flagged]
     step_s, step_provenance = best_known(steps, OPTIMIZER_BYTES, OPTIMIZER_EFFICIENCY)
-    if not one_sided or world_size == 1:
+    if not one_sided:
         return step_s, 0.0, step_provenance
     publishes = [(float(s.parameters), s.publish_s) for s in samples if s.publish_s]
     publish_s, publish_provenance = best_known(publishes, PUBLISH_BYTES, PUBLISH_EFFICIENCY)

@@ -162,6 +162,17 @@ class TestByHand:
         ]
         assert waits("collective-deferred", spans, 0) == [("exposed_reduce", 1.0, 1.5)]
 
+    @pytest.mark.parametrize(("host_end_s", "cause"), [(1.25, "exposed_unshard"), (1.75, "host")])
+    def test_one_rank_copies_parameters_where_they_are_used(self, host_end_s, cause):
+        spans = [
+            compute(0, "forward", 0, 0.0, 1.0),
+            host(0, "forward", 1, 0.5, host_end_s),
+            compute(0, "forward", 1, 1.5, 2.5),
+        ]
+        assert waits("collective", spans, 0) == [(cause, 1.0, 1.5)]
+        beside = compute(1, "forward", 0, 0.0, 2.5)  # of two ranks that gathered nothing, there was nothing to copy
+        assert waits("collective", [*spans, beside], 0) == [("host", 1.0, 1.5)]
+
     def test_old_waits_are_replaced(self):
         once = attribute(Timeline.from_spans([(3, COLLECTIVE)]), "collective")
         assert attribute(once, "collective").spans(3) == once.spans(3)

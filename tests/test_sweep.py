@@ -457,7 +457,7 @@ def test_the_gain_rises_with_length_until_the_longest_sample_alone_binds(paramet
 
 def test_the_gain_rises_with_devices_and_one_device_has_none(parametric):
     gain = gains(parametric, "devices")
-    assert gain[1] == pytest.approx(1.0, abs=1e-6)
+    assert gain[1] == pytest.approx(1.0, abs=5e-4)
     assert all(more > less for less, more in pairwise([gain[d] for d in (1, 2, 4, 8)]))
     assert min(gain[16], gain[32]) > gain[4]
 

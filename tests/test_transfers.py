@@ -108,12 +108,18 @@ def test_a_fast_network_leaves_the_links_inside_the_node_to_decide():
     assert own.gather_s[1] == pytest.approx(20e-6 + 7 * 2e6 / 240e9)
 
 
-def test_one_rank_moves_nothing():
-    c = costs(world_size=1, one_sided=True)
-    for name in ("gather_s", "reduce_s", *COPIES):
+@pytest.mark.parametrize("one_sided", [False, True])
+def test_one_rank_moves_nothing_but_fsdp2_copies_all_the_same(one_sided):
+    c = costs(world_size=1, one_sided=one_sided)
+    for name in ("gather_s", "copy_in_s"):
         assert getattr(c, name).tolist() == [0.0] * 9
     assert c.publish_s == 0
-    assert c.optimizer_s > 0
+    unit = 93_847_552
+    # cast and copied: read 4, write 2, read 2, write 2; packed 4 + 2; copied to be the result 4 + 4; added 4 + 4 + 4
+    assert c.copy_out_s[1] == pytest.approx(unit * 10 / (4.8e12 * 0.544))
+    assert c.pack_s[1] == pytest.approx(unit * 6 / (4.8e12 * 0.396))
+    assert c.reduce_s[1] == pytest.approx(unit * 8 / (4.8e12 * 0.865))
+    assert c.add_s[1] == pytest.approx(unit * 12 / (4.8e12 * 0.865))
 
 
 def test_optimizer_and_publish_by_hand():

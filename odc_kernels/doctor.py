@@ -13,7 +13,7 @@ from odc_kernels.doctor_probe import probe
 from odc_kernels.doctor_system import system_checks
 from odc_kernels.environment import run
 from odc_sim.doctor import Check, State, installed
-from odc_sim.errors import pip_install
+from odc_sim.errors import pip, pip_install
 
 PACKAGES = (
     "torch",
@@ -97,12 +97,12 @@ def torch(version: str | None, found: Mapping[str, str | None], wanted: Mapping[
         return Check("torch", "warning", "of unknown version", "odc_kernels is tested with 2.11 and 2.13")
     if numbers(version) < (2, 11):
         found_ = f"{version}: fully_shard's hooks that OnDemand uses came with 2.11"
-        return Check("torch", "broken", found_, "pip install 'torch>=2.11'")
+        return Check("torch", "broken", found_, pip("'torch>=2.11'"))
     other = [f"{name} {found[name]}" for name in wanted if found.get(name) not in (None, wanted[name])]
     if other:
         needs = ", ".join(f"{name}=={wanted[name]}" for name in wanted if found.get(name) not in (None, wanted[name]))
         found_ = f"{version} was built with other versions than {', '.join(other)}"
-        return Check("torch", "warning", found_, f"pip install {needs}, if something fails")
+        return Check("torch", "warning", found_, f"{pip(needs)}, if something fails")
     return Check("torch", "ok", version)
 
 
@@ -110,14 +110,15 @@ def triton(version: str | None, numpy: str | None, *, interprets: bool, gpus: bo
     """Triton, which compiles the kernels, and its interpreter, which runs them without a GPU."""
     if version is None:
         if gpus:
-            return Check("triton", "broken", "not installed: no kernel can be compiled", "pip install triton")
+            return Check("triton", "broken", "not installed: no kernel can be compiled", pip("triton"))
         return Check("triton", "absent", "not installed; CPU ranks do without")
     if numbers(version) < (3, 6):
-        return Check("triton", "broken" if gpus else "warning", f"{version} is not tested", "pip install 'triton>=3.6'")
+        return Check("triton", "broken" if gpus else "warning", f"{version} is not tested", pip("'triton>=3.6'"))
     if numbers(version) < (3, 7) and numpy is not None and numbers(numpy) >= (2, 4):
         what = f"{version} with numpy {numpy}: its interpreter fails, compiled kernels do not"
         if interprets:
-            return Check("triton", "broken", what, "pip install 'triton>=3.7.1' or 'numpy<2.4'; unset TRITON_INTERPRET")
+            remedy = pip("'triton>=3.7.1'") + " (or 'numpy<2.4'); unset TRITON_INTERPRET"
+            return Check("triton", "broken", what, remedy)
         return Check("triton", "ok", what)
     return Check("triton", "ok", version)
 
@@ -129,7 +130,7 @@ def transformers(version: str | None) -> Check:
         return Check("transformers", "broken", found, pip_install("train"))
     if numbers(version) < (4, 57):
         found = f"{version}: packed samples need 4.57"
-        return Check("transformers", "broken", found, "pip install --upgrade transformers")
+        return Check("transformers", "broken", found, pip("--upgrade transformers"))
     return Check("transformers", "ok", version)
 
 
@@ -138,17 +139,17 @@ def nvshmem(versions: Mapping[str, str | None]) -> Check:
     own, core, library = (versions[name] for name in ("nvshmem4py-cu13", "cuda-core", "nvidia-nvshmem-cu13"))
     if own is None:
         found = "nvshmem4py is not installed: no backend nvshmem; cuda does the same within a host"
-        return Check("nvshmem4py", "absent", found, "pip install nvshmem4py-cu13, to try it")
+        return Check("nvshmem4py", "absent", found, f"{pip('nvshmem4py-cu13')}, to try it")
     if numbers(own) < (0, 2, 2):
         found = f"{own} gives wrong memory with more than two GPUs"
-        return Check("nvshmem4py", "warning", found, "pip install 'nvshmem4py-cu13>=0.4.1'")
+        return Check("nvshmem4py", "warning", found, pip("'nvshmem4py-cu13>=0.4.1'"))
     if numbers(own) >= (0, 3) and (core is None or numbers(core) < (0, 5)):
         found = f"{own} with cuda-core {core or 'missing'} does not load"
-        return Check("nvshmem4py", "warning", found, "pip install 'cuda-core>=0.5'")
+        return Check("nvshmem4py", "warning", found, pip("'cuda-core>=0.5'"))
     what = f"{own}, library {library or 'of torch'}"
     if library is not None and numbers(library) >= (3, 8):
         found = f"{what}: Triton 3.6 cannot read its device functions, nor torch 2.11 find them"
-        return Check("nvshmem4py", "warning", found, "pip install nvidia-nvshmem-cu13==3.4.5, if you need those")
+        return Check("nvshmem4py", "warning", found, f"{pip('nvidia-nvshmem-cu13==3.4.5')}, if you need those")
     return Check("nvshmem4py", "ok", what)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from odc_sim.doctor import Check
+from odc_sim.errors import pip
 
 QUERY = "index,uuid,name,driver_version,compute_cap,memory.total,memory.free,mig.mode.current"
 BUSY_SHARE = 0.05
@@ -98,7 +99,7 @@ def visible(found: Sequence[Gpu], seen: int | None, chosen: str | None, cuda: st
     """What torch sees of the driver's GPUs. `chosen` is CUDA_VISIBLE_DEVICES, `cuda` the version torch is built for."""
     name = "torch sees"
     if cuda is None:
-        remedy = "pip install torch from https://download.pytorch.org/whl/cu130"
+        remedy = pip("torch --index-url https://download.pytorch.org/whl/cu130")
         return Check(name, "broken", f"no GPU of {len(found)}: this torch is built without CUDA", remedy)
     if not seen:
         if chosen is not None:

@@ -206,7 +206,7 @@ def load_calibration(path: str | Path) -> Calibration:
     Raises InputError naming the field that is missing, unknown, mistyped, out of range or inconsistent.
     """
     data = read_json(path)
-    check_header(data, path)
+    check_header(data, path, kind="a calibration (odc calibrate)")
     calibration: Calibration = _decode(Calibration, data, "", path)
     _check_consistency(calibration, path)
     return calibration

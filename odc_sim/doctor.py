@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from odc_sim.errors import pip_install
+from odc_sim.errors import pip, pip_install
 
 State = Literal["ok", "warning", "broken", "absent"]
 OLDEST_PYTHON = (3, 11)
@@ -71,10 +71,10 @@ def packages(versions: Mapping[str, str | None], numba_problem: str | None) -> C
     """What the simulator is built on. `versions`: None where a package is not installed."""
     missing = [name for name, version in versions.items() if version is None]
     if missing:
-        return Check("packages", "broken", f"not installed: {', '.join(missing)}", f"pip install {' '.join(missing)}")
+        return Check("packages", "broken", f"not installed: {', '.join(missing)}", pip(" ".join(missing)))
     if numba_problem is not None:
         found = f"numba {versions['numba']} does not load beside numpy {versions['numpy']}: {numba_problem}"
-        return Check("packages", "broken", found, "pip install --upgrade numba, or an older numpy as it says")
+        return Check("packages", "broken", found, f"{pip('--upgrade numba')}, or an older numpy as it says")
     return Check("packages", "ok", ", ".join(f"{name} {versions[name]}" for name in ("numpy", "numba", "pandas")))
 
 

@@ -29,6 +29,20 @@ CAUSES = (
 """Why a rank is not busy; every idle second has exactly one cause. Their order is the column order of
 `Outcome.idle_s`."""
 
+CAUSE_WORDS = {
+    "imbalance_layer": "layer",
+    "imbalance_microbatch": "microbatch",
+    "imbalance_minibatch": "minibatch",
+    "port_contention": "ports",
+    "exposed_unshard": "unshard",
+    "exposed_reduce": "reduce",
+    "compute_slowdown": "slowdown",
+    "host": "host",
+    "optimizer": "optimizer",
+    "publish": "publish",
+}
+"""What tables call them."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Durations:

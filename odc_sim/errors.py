@@ -21,7 +21,12 @@ class RunError(RuntimeError):
 
 def pip_install(extra: str) -> str:
     """The command that installs an extra of ours for this very Python."""
-    return f"{sys.executable} -m pip install 'odc-toolkit[{extra}]'"
+    return pip(f"'odc-toolkit[{extra}]'")
+
+
+def pip(what: str) -> str:
+    """The command that installs `what` for this very Python, and not for the one whose `pip` comes first."""
+    return f"{sys.executable} -m pip install {what}"
 
 
 def unknown_name(kind: str, got: str, options: Iterable[str]) -> InputError:

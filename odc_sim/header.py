@@ -23,6 +23,15 @@ DISTRIBUTION = "odc-toolkit"
 LARGEST_SEED = 2**63 - 1
 """Seeds are written to parquet files, whose integers have 64 bits."""
 
+KINDS = {
+    "a plan (odc plan)": ("groups", "minibatches"),
+    "a calibration (odc calibrate)": ("transfers", "fits"),
+    "results (odc simulate)": ("rows", "bounds"),
+    "a validation (odc validate)": ("runs", "between_runs"),
+    "a sweep (odc sweep)": ("sweep", "points"),
+}
+"""Files that look alike from outside, and fields by which to tell them."""
+
 T = TypeVar("T")
 
 
@@ -50,12 +59,17 @@ def header(command: str, seed: int | None) -> dict[str, Any]:
     }
 
 
-def check_header(data: object, path: str | Path) -> None:
-    """Refuse a file whose header this version of the toolkit does not understand.
+def check_header(data: object, path: str | Path, *, kind: str | None = None) -> None:
+    """Refuse a file whose header this version of the toolkit does not understand, or one of another kind.
+
+    Args:
+        data: what the file holds.
+        path: of the file, for the message.
+        kind: one of `KINDS` that it should be.
 
     Raises:
-        InputError: `data` is no JSON object, its schema_version is not ours, or a header field is missing, mistyped or
-            out of range.
+        InputError: `data` is no JSON object, its schema_version is not ours, a header field is missing, mistyped or
+            out of range, or the file is plainly of another kind.
     """
     if not isinstance(data, dict):
         raise InputError(f"{path}: got a JSON {_json_type(data)}, expected an object with the field 'schema_version'")
@@ -66,6 +80,9 @@ def check_header(data: object, path: str | Path) -> None:
             f"{path}: field 'schema_version': got {got}, expected {SCHEMA_VERSION}; "
             f"write the file again with this version ({toolkit_version()})"
         )
+    other = next((each for each, marks in KINDS.items() if all(mark in data for mark in marks)), kind)
+    if kind is not None and other != kind:
+        raise InputError(f"{path}: holds {other}, expected {kind}")
     for name in ("toolkit_version", "command", "created"):
         field(data, name, str, path)
     field(data, "environment", dict, path)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from odc_sim.errors import InputError
+from odc_sim.errors import InputError, pip
 from odc_sim.header import show_path
 from odc_sim.overlong import LARGEST_LENGTH_TOKENS, Overlong, apply_overlong, scale_lengths
 
@@ -130,7 +130,7 @@ def _read_parquet(file: Path, column: str | None) -> Lengths:
         import pyarrow as pa
         import pyarrow.parquet as pq
     except ImportError:
-        raise InputError(f"{file}: reading .parquet needs pyarrow: pip install pyarrow, or convert to .csv") from None
+        raise InputError(f"{file}: reading .parquet needs pyarrow: {pip('pyarrow')}, or convert to .csv") from None
     try:
         parquet = pq.ParquetFile(file)
         schema = parquet.schema_arrow

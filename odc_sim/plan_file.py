@@ -63,7 +63,7 @@ def read_plan(path: str | Path) -> Plan:
             mistyped, or holds a plan that cannot be run; the message names the field or the place in the plan.
     """
     data = read_json(path)
-    check_header(data, path)
+    check_header(data, path, kind="a plan (odc plan)")
     for name in data:
         if name not in _HEADER and name not in _FIELDS:
             raise InputError(f"{path}: unknown field {name!r}: expected {', '.join(_FIELDS)}")

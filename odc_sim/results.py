@@ -148,7 +148,7 @@ def read_results(path: str | Path) -> Results:
         InputError: missing, broken, or of another schema; the message names the field.
     """
     data = read_json(path)
-    check_header(data, path)
+    check_header(data, path, kind="results (odc simulate)")
     known = set(Row.__dataclass_fields__)
     rows = []
     for number, raw in enumerate(data.get("rows", ())):

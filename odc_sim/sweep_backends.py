@@ -5,7 +5,7 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
-from odc_sim.errors import InputError, unknown_name
+from odc_sim.errors import InputError, pip, unknown_name
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -85,7 +85,7 @@ def _cluster(backend: str, address: str | None) -> Iterator[None]:
         close = _dask(address) if backend == "dask" else _ray(address)
     except ImportError as error:
         package = "distributed" if backend == "dask" else "ray"
-        raise InputError(f"--backend {backend}: cannot import {error.name}; pip install {package}") from None
+        raise InputError(f"--backend {backend}: cannot import {error.name}; {pip(package)}") from None
     except (OSError, ValueError, RuntimeError) as error:
         first = (str(error).splitlines() or [type(error).__name__])[0]
         raise InputError(f"--address {address}: cannot use the {backend} cluster: {first}") from None

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from odc_sim.durations import CAUSE_WORDS
 from odc_sim.results import Results, Row
 from odc_sim.schedules import SCHEDULES
 
@@ -12,18 +13,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 FULL_WIDTH = 120
-CAUSE_WORDS = {
-    "imbalance_layer": "layer",
-    "imbalance_microbatch": "microbatch",
-    "imbalance_minibatch": "minibatch",
-    "port_contention": "ports",
-    "exposed_unshard": "unshard",
-    "exposed_reduce": "reduce",
-    "compute_slowdown": "slowdown",
-    "host": "host",
-    "optimizer": "optimizer",
-    "publish": "publish",
-}
 PROVENANCE_LETTERS = {"measured": "m", "fitted": "f", "analytic": "a", "extrapolated": "x"}
 LEAST_CAUSE = 0.005
 """A cause below this share of GPU time would be printed as 0 %."""

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from odc_sim.compare import Comparison, RowDifference
-from odc_sim.table import CAUSE_WORDS
+from odc_sim.durations import CAUSE_WORDS
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -2,10 +2,11 @@
 
 from typing import TYPE_CHECKING
 
+from odc_sim.durations import CAUSE_WORDS
 from odc_sim.metrics import Speedup, rate
 from odc_sim.replay import ASSUMPTIONS, Floats, Replay
 from odc_sim.schedules import BARRIERS
-from odc_sim.table import CAUSE_WORDS, LEAST_CAUSE
+from odc_sim.table import LEAST_CAUSE
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from odc_sim.table import CAUSE_WORDS
+from odc_sim.durations import CAUSE_WORDS
 from odc_sim.validate import (
     CAUSE_AIM_POINTS,
     MEMORY_AIM_PERCENT,

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from odc_sim.durations import CAUSE_WORDS
 from odc_sim.errors import InputError
 from odc_sim.metrics import Speedup, speedup
 from odc_sim.plans import Plan
@@ -136,7 +137,7 @@ class Validation:
         for each in self.runs:
             for cause, pair in each.idle_causes.items():
                 if pair.points is not None and abs(pair.points) > CAUSE_AIM_POINTS:
-                    found.append(f"{cause} of {each.run.name} is {pair.points:+.1f} points off")
+                    found.append(f"{CAUSE_WORDS[cause]} of {each.run.name} is {pair.points:+.1f} points off")
             percent = each.memory.percent if each.memory else None
             if percent is not None and abs(percent) > MEMORY_AIM_PERCENT:
                 found.append(f"peak memory of {each.run.name} is {percent:+.1f} % off")

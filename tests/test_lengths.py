@@ -244,7 +244,7 @@ def test_parquet_damaged_in_the_data_is_refused(tmp_path):
 def test_parquet_without_pyarrow_says_what_to_install(tmp_path, monkeypatch):
     pq.write_table(pa.table({"n": [5]}), tmp_path / "a.parquet")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    wanted = "reading .parquet needs pyarrow: pip install pyarrow, or convert to .csv"
+    wanted = f"reading .parquet needs pyarrow: {sys.executable} -m pip install pyarrow, or convert to .csv"
     assert refusal(tmp_path / "a.parquet") == wanted
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -12,9 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from odc_sim.calibration import load_calibration
 from odc_sim.errors import InputError
 from odc_sim.header import check_header, header, read_json, write_json
 from odc_sim.plans import Plan, pad_microbatches, read_plan, unequal_counts, validate, write_plan
+from odc_sim.results import read_results
 
 # Two minibatches on two ranks; rank 1 of the second has nothing to do.
 NESTED = [[[[0, 2], [1]], [[3]]], [[[5], [4]], []]]
@@ -368,3 +371,19 @@ def test_columns_that_do_not_fit_together_are_refused():
         with pytest.raises(InputError) as error:
             validate(replace(plan, **{name: value}))
         assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("read", "expected"),
+    [
+        (read_plan, "a plan (odc plan)"),
+        (read_results, "results (odc simulate)"),
+        (load_calibration, "a calibration (odc calibrate)"),
+    ],
+)
+def test_a_file_of_another_kind_is_called_by_its_name(tmp_path, read, expected):
+    data = header("odc x", 0) | {"runs": [], "between_runs": {}}
+    write_json(tmp_path / "validation.json", data)
+    message = f"validation.json: holds a validation (odc validate), expected {expected}"
+    with pytest.raises(InputError, match=re.escape(message)):
+        read(tmp_path / "validation.json")

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from cli import app
 from odc_sim.api import plan
-from odc_sim.durations import CAUSES
+from odc_sim.durations import CAUSE_WORDS, CAUSES
 from odc_sim.errors import InputError
 from odc_sim.machine import load_machine
 from odc_sim.metrics import Speedup
@@ -195,7 +195,7 @@ class TestPerturbedRuns:
             assert each.step.percent > 30.0
             assert each.units["layer forward"].percent > 15.0
             assert each.idle_causes[cause].points > 10.0
-            assert any(text.startswith(f"{cause} of {schedule} is +") for text in check(folder).misses)
+            assert any(text.startswith(f"{CAUSE_WORDS[cause]} of {schedule} is +") for text in check(folder).misses)
             assert max(each.idle_causes.items(), key=lambda item: abs(item[1].points or 0.0))[0] == cause
 
     def test_longer_optimizer(self, plans, tmp_path):
@@ -451,7 +451,7 @@ class TestCommand:
         result = self.run(folder, "--hardware", HARDWARE)
         assert result.exit_code == 3
         assert result.output.splitlines()[-1].startswith("beyond tolerance: step time of slow is +")
-        assert "further off than aimed at (3 points for a cause, 5 % for memory): compute_slowdown" in result.output
+        assert "further off than aimed at (3 points for a cause, 5 % for memory): slowdown" in result.output
         result = self.run(folder, "--hardware", HARDWARE, "--tolerance", 20)
         assert result.exit_code == 0
         result = self.run(folder, "--hardware", HARDWARE, "--json", "-")

@@ -284,11 +284,17 @@ def plan(
 
         if policy and "," in policy:
             raise InputError(f"--policy: got {policy!r}, expected one policy: a plan is one policy's")
-        if any(argument.split("=")[0] == "--plan" for argument in ctx.args):
-            raise InputError("--plan: got a plan to make a plan of; odc simulate --plan FILE says what it takes")
+        from odc_sim.api import PLANNED_WITHOUT
         from odc_sim.api import plan as make_plan
         from odc_sim.plans import unequal_counts, write_plan
 
+        for flag in (argument.partition("=")[0] for argument in ctx.args):
+            if flag == "--plan":
+                raise InputError("--plan: got a plan to make a plan of; odc simulate --plan FILE says what it takes")
+            if flag.removeprefix("--").replace("-", "_") in PLANNED_WITHOUT:
+                raise InputError(
+                    f"{flag}: samples are dealt the same whatever it is; give it to odc simulate --plan FILE"
+                )
         made = make_plan(_study(config, fields, ctx))
         write_plan(made, out, _command())
         counts = made.counts()

@@ -75,6 +75,15 @@ class Simulation:
         return play(durations, rules, 0)
 
 
+PLANNED_WITHOUT = frozenset(
+    {
+        *("schedule", "baseline", "engine", "barrier", "forward_prefetch", "backward_prefetch", "collectives"),
+        *("separate_reduce", "port_contention", "device_speed", "jitter", "stability", "calibration_error"),
+    }
+)
+"""Fields of a study that no plan depends on."""
+
+
 def plan(study: Study, policy: str | None = None) -> Plan:
     """Draw a study's lengths and deal them out by one policy (default: the study's only one, or lb-mini).
 

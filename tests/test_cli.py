@@ -61,6 +61,10 @@ def test_a_plan_is_made_saved_and_simulated(odc, tmp_path):
     made = odc("plan", "--minibatches", "3", "--out", "plan.json").stdout
     again = odc("plan", "--plan", "plan.json", "--out", "again.json", code=2).stderr
     assert again == "error: --plan: got a plan to make a plan of; odc simulate --plan FILE says what it takes\n"
+    for flag, value in (("--schedule", "odc"), ("--stability=20", None), ("--device-speed", "1,1,1,1,1,1,1,0.5")):
+        refused = odc("plan", flag, *([value] if value else []), "--out", "again.json", code=2).stderr
+        name = flag.partition("=")[0]
+        assert refused.startswith(f"error: {name}: samples are dealt the same whatever it is; give it to odc simulate")
     assert "3 minibatches on 8 ranks, lb-mini" in made
     assert "needs odc or collective-deferred" in made
     odc("simulate", "--plan", "plan.json", "--out", "out")

@@ -15,6 +15,9 @@ from odc_sim.sweep_results import SweepResults
 if TYPE_CHECKING:
     from rich.console import Console
 
+OTHER_WORK = frozenset({"workload", "lengths", "column", "model", "hardware", "scale", "overlong", "plan"})
+"""Fields whose values make a sample something else, or the machine."""
+
 
 def csv_text(results: SweepResults) -> str:
     """Every row of every point, flat, the factors first (as shown in tables), the key of the point last."""
@@ -104,9 +107,34 @@ def print_sweep(results: SweepResults, console: "Console") -> None:
     for verdict, where in _verdicts(results).items():
         example = where[0] if len(where) == 1 else f"{len(where)} points, such as {where[0]}"
         line(f"cannot run: {example}: {verdict}")
+    for label, where in _lucky(results).items():
+        schedule, policy = label.split("/")
+        example = where[0] if len(where) == 1 else f"{len(where)} points, such as {where[0]}"
+        line(
+            f"{schedule} with {policy}, {example}: microbatch counts happened to be equal; where they differ it hangs, "
+            "so it is never the fastest here"
+        )
     for note in results.notes:
         line(f"note: {note}")
     line(largest_gain(results), "bold")
+    throughput = highest_throughput(results)
+    if throughput:
+        line(throughput)
+
+
+def highest_throughput(results: SweepResults) -> str | None:
+    """The row that gets most done, in one line: speedups are over each point's own baseline. None where points have
+    different samples, models or machines."""
+    if {factor.field for factor in results.sweep.factors} & OTHER_WORK:
+        return None
+    found = [(outcome.best, outcome) for outcome in results.outcomes if outcome.best]
+    if not found:
+        return None
+    row, outcome = max(found, key=lambda pair: pair[0].samples_per_s_per_device or 0.0)
+    return (
+        f"highest throughput: {1000 * (row.samples_per_s_per_device or 0.0):,.1f} samples per 1,000 s and device, "
+        f"{row.schedule} + {row.policy} at {_where(results, outcome.point.settings)}"
+    )
 
 
 def largest_gain(results: SweepResults) -> str:
@@ -158,6 +186,16 @@ def _verdicts(results: SweepResults) -> dict[str, list[str]]:
     for outcome in results.outcomes:
         if outcome.results is None:
             found.setdefault(outcome.verdict, []).append(_where(results, outcome.point.settings))
+    return found
+
+
+def _lucky(results: SweepResults) -> dict[str, list[str]]:
+    """Of rows that ran although nothing promises it, by label, where."""
+    found: dict[str, list[str]] = {}
+    for outcome in results.outcomes:
+        for label, row in outcome.ran.items():
+            if row.verdict:
+                found.setdefault(label, []).append(_where(results, outcome.point.settings))
     return found
 
 

@@ -29,8 +29,8 @@ class Outcome:
 
     @property
     def best(self) -> Row | None:
-        """The fastest row that ran and fits the device's memory."""
-        return max((row for row in self.ran.values() if row.fits), key=lambda row: row.speedup or 0.0, default=None)
+        """The fastest row that ran, fits the device's memory, and does not run by luck only."""
+        return max((row for row in self.ran.values() if row.usable), key=lambda row: row.speedup or 0.0, default=None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

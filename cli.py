@@ -310,6 +310,64 @@ def plan(
             )
 
 
+@app.command(cls=StudyHelp, context_settings=dict(FIELDS_AS_FLAGS), options_metavar="[OPTIONS] [--FIELD VALUE]")
+def sharding(
+    ctx: typer.Context,
+    strategy: Annotated[
+        list[str] | None,
+        Option(help="letters as in IIG, or ddp, zero1, zero2, zero3, hsdp; repeatable  [default: all 14]"),
+    ] = None,
+    out: Annotated[Path | None, Option(help="folder for sharding.csv, .json and .png")] = None,
+    json_output: Annotated[bool, Option("--json", help="for machines")] = False,
+    workload: Workload = None,
+    lengths: LengthsFile = None,
+    column: Column = None,
+    model: Model = None,
+    hardware: Hardware = None,
+    devices: Devices = None,
+    minibatch_size: MinibatchSize = None,
+    minibatches: Minibatches = None,
+    max_tokens: MaxTokens = None,
+    overlong: Overlong = None,
+    scale: Scale = None,
+    balancing_cost: Cost = None,
+    seed: Seed = None,
+    config: Config = None,
+) -> None:
+    """DDP, ZeRO, HSDP and PaRO's strategies on the same minibatches: memory, traffic, throughput.
+
+    Example:  odc sharding --model qwen2.5-7b --devices 32
+    """
+    fields = dict(locals())
+    for name in ("ctx", "strategy", "out", "json_output", "config"):
+        fields.pop(name)
+    with _one_line_errors():
+        from odc_sim.header import header
+        from odc_sim.report import make_directory
+        from odc_sim.sharding import chosen_strategies
+        from odc_sim.sharding_study import refuse_fields, shard
+        from odc_sim.table_sharding import print_sharding
+
+        refuse_fields(argument.partition("=")[0] for argument in ctx.args)
+        study = _study(config, fields, ctx)
+        strategies = chosen_strategies(strategy or ())
+        if out is not None:
+            make_directory(out)
+        with progress_bar() as progress:
+            found = shard(study, strategies, progress)
+        data = header(_command(), study.seed) | found.as_dict()
+        if out is not None:
+            from odc_sim.plots_sharding import write_sharding
+
+            written = write_sharding(out, found, data)
+        if json_output:
+            _echo_json(data)
+        else:
+            print_sharding(found, _console())
+        if out is not None:
+            typer.echo(f"wrote {', '.join(path.name for path in written)} to {out}", err=True)
+
+
 @app.command()
 def compare(
     a: Annotated[Path, typer.Argument(help="a results.json or the folder of a study")],

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +14,8 @@ from odc_sim.execution import Executed, Load, build_durations, execute
 from odc_sim.idle import Span
 from odc_sim.inputs import BOOTSTRAP_STREAM, SHUFFLE_STREAM, Inputs, load_inputs
 from odc_sim.length_stats import length_stats
-from odc_sim.memory import largest_max_tokens, peak_memory
+from odc_sim.memory import GatherDtype, MemoryEstimate, Recipe, largest_max_tokens, peak_memory
+from odc_sim.memory_moments import Place
 from odc_sim.memory_plan import plan_peak
 from odc_sim.metrics import bubble_rate, gpu_hours_saved, idle_causes, idle_rate, mfu, speedup
 from odc_sim.models import model_flops
@@ -66,7 +68,7 @@ class Simulation:
 
         plan = self.plans[policy]
         assert isinstance(plan, Plan)
-        rules = _schedule(self.inputs.study, schedule)
+        rules = schedule_of(self.inputs.study, schedule)
         if self.inputs.study.devices > LARGEST_WITH_FLOWS:
             rules = replace(rules, port_contention=False)
         load = _load(self.inputs, plan).part(slice(minibatch, minibatch + 1))
@@ -91,7 +93,7 @@ def plan(study: Study, policy: str | None = None) -> Plan:
         InputError: whatever is wrong with the study, or a policy that cannot deal these samples.
     """
     chosen = policy or (study.policy[0] if len(study.policy) == 1 else "lb-mini")
-    return _plan(load_inputs(study), chosen)
+    return plan_of(load_inputs(study), chosen)
 
 
 def simulate(study: Study, progress: Progress = _silent) -> Results:
@@ -122,7 +124,7 @@ def _run(study: Study, progress: Progress, perturbation: Perturbation | None = N
     inputs = load_inputs(study)
     study = inputs.study
     base_schedule, base_policy = _baseline(study)
-    schedules = [_schedule(study, name) for name in dict.fromkeys(study.schedule or (s.name for s in SCHEDULES))]
+    schedules = [schedule_of(study, name) for name in dict.fromkeys(study.schedule or (s.name for s in SCHEDULES))]
     own = inputs.given.policy if inputs.given else None
     policies = [own] if own else list(dict.fromkeys(study.policy or POLICIES))
     for name in (*policies, base_policy):
@@ -130,14 +132,14 @@ def _run(study: Study, progress: Progress, perturbation: Perturbation | None = N
             raise unknown_name("policy", name, POLICIES)
     cells = [(schedule, policy) for policy in policies for schedule in schedules]
     if not any((s.name, p) == (base_schedule, base_policy) for s, p in cells):
-        cells.insert(0, (_schedule(study, base_schedule), base_policy))
+        cells.insert(0, (schedule_of(study, base_schedule), base_policy))
 
     plans: dict[str, Plan | str] = {}
     wanted = list(dict.fromkeys(policy for _, policy in cells))
     for number, name in enumerate(wanted):
         progress(f"balancing {name}", number, len(wanted) + len(cells))
         try:
-            plans[name] = inputs.given if inputs.given and name == own else _plan(inputs, name)
+            plans[name] = inputs.given if inputs.given and name == own else plan_of(inputs, name)
         except InputError as error:
             if len(wanted) == 1 or name == base_policy:
                 raise
@@ -176,7 +178,8 @@ def _baseline(study: Study) -> tuple[str, str]:
     return schedule, policy
 
 
-def _schedule(study: Study, name: str) -> Schedule:
+def schedule_of(study: Study, name: str) -> Schedule:
+    """A schedule with the settings of a study."""
     return make_schedule(
         name,
         barrier=study.barrier,
@@ -203,7 +206,12 @@ def _load(inputs: Inputs, plan: Plan) -> Load:
     return Load.of(plan, inputs.study.device_speed, inputs.study.jitter, inputs.study.seed)
 
 
-def _plan(inputs: Inputs, policy: str) -> Plan:
+def plan_of(inputs: Inputs, policy: str) -> Plan:
+    """The drawn samples dealt out by a policy.
+
+    Raises:
+        InputError: the policy cannot deal them.
+    """
     study = inputs.study
     layout = lay_out(
         policy,
@@ -235,6 +243,36 @@ def _plan(inputs: Inputs, policy: str) -> Plan:
         padding=np.zeros(layout.microbatch_start.size - 1, dtype=np.bool_),
     )
     return pad_microbatches(made) if study.pad_microbatches else made
+
+
+def peak_of(inputs: Inputs, plan: Plan, schedule: str) -> MemoryEstimate:
+    """What a rank holds at most when `schedule` runs `plan`."""
+    sizing = _sizing(inputs.study, schedule)
+
+    def peak(tokens: int, place: Place) -> MemoryEstimate:
+        return peak_memory(inputs.model, microbatch_tokens=tokens, place=place, **sizing)
+
+    return plan_peak(plan, peak)
+
+
+class _Sizing(TypedDict):
+    world_size: int
+    schedule: str
+    recipe: Recipe
+    gather_dtype: GatherDtype
+    recompute: bool
+    chunked_loss_tokens: int | None
+
+
+def _sizing(study: Study, schedule: str) -> _Sizing:
+    return {
+        "world_size": study.devices,
+        "schedule": schedule,
+        "recipe": study.recipe,
+        "gather_dtype": study.gather_dtype,
+        "recompute": study.recompute,
+        "chunked_loss_tokens": study.chunked_loss_tokens or None,
+    }
 
 
 def obstacle(schedule: Schedule, plan: Plan) -> str | None:
@@ -398,18 +436,7 @@ def _row(
     )
     tokens = plan.tokens()[~plan.padding]
     longest, shortest = int(tokens.max(initial=0)), int(tokens.min()) if tokens.size else 0
-    sizing = {
-        "world_size": devices,
-        "schedule": schedule.name,
-        "recipe": study.recipe,
-        "gather_dtype": study.gather_dtype,
-        "recompute": study.recompute,
-        "chunked_loss_tokens": study.chunked_loss_tokens or None,
-    }
-    memory = plan_peak(
-        plan,
-        lambda tokens, place: peak_memory(inputs.model, microbatch_tokens=tokens, place=place, **sizing),  # type: ignore[arg-type]
-    )
+    memory = peak_of(inputs, plan, schedule.name)
     limit = inputs.machine.cluster.device.memory_bytes
     outside = extrapolated(inputs.compute, longest) or extrapolated(inputs.compute, shortest)
     percentiles = np.quantile(run.makespan_s, [0.05, 0.5, 0.95])
@@ -437,7 +464,7 @@ def _row(
         peak_memory_bytes={**memory.categories, "total": memory.total_bytes},
         inter_node_bytes_per_minibatch=float(run.inter_node_bytes.mean()),
         fits=memory.total_bytes <= limit,
-        largest_max_tokens=largest_max_tokens(inputs.model, memory_bytes=limit, **sizing),  # type: ignore[arg-type]
+        largest_max_tokens=largest_max_tokens(inputs.model, memory_bytes=limit, **_sizing(study, schedule.name)),
         provenance={
             "compute": "extrapolated" if outside else inputs.compute.provenance,
             "transfers": transfers.provenance,

@@ -40,6 +40,15 @@ class Load:
         squares = plan.padded(plan.squares().astype(np.float64))
         return cls(counts=plan.counts(), tokens=tokens, squares=squares, speed=speed)
 
+    def ranks(self, first: int, end: int) -> "Load":
+        """The ranks from `first` up to `end`."""
+        return Load(
+            counts=self.counts[:, first:end],
+            tokens=self.tokens[:, :, first:end],
+            squares=self.squares[:, :, first:end],
+            speed=self.speed[:, :, first:end],
+        )
+
     def part(self, rows: slice | NDArray[np.int64]) -> "Load":
         """Some of its minibatches: a slice, or their numbers."""
         counts = self.counts[rows]

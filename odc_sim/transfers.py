@@ -174,7 +174,7 @@ def transfer_costs(
             gather_network_s=per_unit(gather.network_s),
             reduce_network_s=per_unit(reduce.network_s),
         ),
-        provenance=_weakest([gather_provenance, reduce_provenance, *copy_provenances]),
+        provenance=weakest([gather_provenance, reduce_provenance, *copy_provenances]),
         optimizer_provenance=optimizer_provenance,
     )
 
@@ -285,7 +285,7 @@ def _optimizer(
         return step_s, 0.0, step_provenance
     publishes = [(float(s.parameters), s.publish_s) for s in samples if s.publish_s]
     publish_s, publish_provenance = best_known(publishes, PUBLISH_BYTES, PUBLISH_EFFICIENCY)
-    return step_s, publish_s, _weakest([step_provenance, publish_provenance])
+    return step_s, publish_s, weakest([step_provenance, publish_provenance])
 
 
 def used(sample: TransferSample, op: str) -> bool:
@@ -328,7 +328,7 @@ def interpolate(sizes: Array, times_s: Array, wanted: Array) -> tuple[Array, boo
     return seconds, inside
 
 
-def _weakest(provenances: Sequence[Provenance]) -> Provenance:
+def weakest(provenances: Sequence[Provenance]) -> Provenance:
     """What a result that rests on all of these may claim."""
     order: tuple[Provenance, ...] = ("analytic", "extrapolated", "measured")
     return min(provenances, key=order.index)

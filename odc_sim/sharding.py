@@ -1,0 +1,122 @@
+"""How finely parameters, gradients and optimizer state are divided: the 14 strategies of PaRO (arXiv 2310.06003).
+
+A strategy has one letter each for parameters, gradients and optimizer state: N not divided, I divided over the ranks
+of a node ("intra"), G over all of them ("global"). The optimizer is divided at least as finely as the other two, or a
+rank would hold state for what it cannot update; of 27 names that leaves 14. Known ones: NNN is DDP, NNG ZeRO-1, NGG
+ZeRO-2, GGG ZeRO-3 and FSDP, III MiCS and FSDP2's hybrid sharding (HSDP); IIG is what PaRO adds to III: the optimizer
+state of a node divided further, over all nodes.
+
+What is divided within a node never crosses the network in a microbatch. What differs then between nodes is made equal
+once a minibatch:
+
+| gradients, for an optimizer state in | N | I | G |
+|---|---|---|---|
+| N | all_reduce | reduce_scatter within the node, all_reduce between nodes | reduce_scatter |
+| I | | all_reduce between nodes | reduce_scatter between nodes |
+| G | | | nothing |
+
+| parameters, from an optimizer state in | N | I | G |
+|---|---|---|---|
+| N | nothing | all_gather within the node | all_gather |
+| I | | nothing | all_gather between nodes |
+| G | | | nothing |
+
+Between nodes: each rank with its counterparts, who hold the same part; all ranks of a node at once, over all its cards.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from odc_sim.errors import InputError, unknown_name
+from odc_sim.memory import RECIPES, Recipe
+
+Granularity = Literal["N", "I", "G"]
+GRANULARITIES: tuple[Granularity, ...] = get_args(Granularity)
+ALIASES = {"ddp": "NNN", "zero1": "NNG", "zero2": "NGG", "zero3": "GGG", "fsdp": "GGG", "mics": "III", "hsdp": "III"}
+SHOWN = {"NNN": "DDP", "NNG": "ZeRO-1", "NGG": "ZeRO-2", "GGG": "ZeRO-3, FSDP", "III": "HSDP, MiCS", "IIG": "PaRO"}
+"""What tables call some of them besides."""
+BF16_BYTES, FP32_BYTES = 2, 4
+
+Meets = Literal["all ranks", "its node", "nobody"]
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """How finely each of the three is divided."""
+
+    parameters: Granularity
+    gradients: Granularity
+    optimizer: Granularity
+
+    @property
+    def name(self) -> str:
+        """Its three letters."""
+        return self.parameters + self.gradients + self.optimizer
+
+    @property
+    def meets(self) -> Meets:
+        """Whom a rank waits for in every microbatch where transfers are collectives."""
+        in_microbatches = (self.parameters, self.gradients)
+        return "all ranks" if "G" in in_microbatches else "its node" if "I" in in_microbatches else "nobody"
+
+    @property
+    def divides_nodes(self) -> bool:
+        """Whether it needs more than one node to make sense."""
+        return "I" in self.name
+
+    def state_bytes(self, parameters: int, recipe: Recipe, *, node: int, world_size: int, published: bool) -> int:
+        """Of parameters, gradients and optimizer state on one rank.
+
+        The fp32 master parameters, whichever recipe counts them where, are divided as the optimizer state is, so that
+        an update needs nobody else. bf16 parameters are kept beside them in the recipe `mixed`, where they are divided
+        otherwise, and where one-sided gathers read them (`published`).
+        """
+        over = {"N": 1, "I": node, "G": world_size}
+        state = RECIPES[recipe]
+        master = 0 if recipe == "mixed" else state.parameters  # `mixed` counts it with the optimizer
+        copied = recipe == "mixed" or published or self.parameters != self.optimizer
+        parts = (
+            (master + state.optimizer, self.optimizer),
+            (state.gradients, self.gradients),
+            (BF16_BYTES * copied, self.parameters),
+        )
+        return sum(-(-each * parameters // over[granularity]) for each, granularity in parts)
+
+
+def _sensible(strategy: Strategy) -> bool:
+    at = GRANULARITIES.index
+    return at(strategy.optimizer) >= max(at(strategy.parameters), at(strategy.gradients))
+
+
+STRATEGIES = tuple(filter(_sensible, itertools.starmap(Strategy, itertools.product(GRANULARITIES, repeat=3))))
+
+
+def chosen_strategies(names: Sequence[str]) -> tuple[Strategy, ...]:
+    """Those of these names (comma lists too) and GGG, which they are compared with; all of them for no names.
+
+    Raises:
+        InputError: as `parse_strategy`.
+    """
+    texts = [part.strip() for name in names for part in name.split(",") if part.strip()]
+    wanted = {parse_strategy(text) for text in texts} | {parse_strategy("zero3")}
+    return tuple(strategy for strategy in STRATEGIES if strategy in wanted) if texts else STRATEGIES
+
+
+def parse_strategy(text: str) -> Strategy:
+    """A strategy by its letters or a known name.
+
+    Raises:
+        InputError: there is none of that name, or the optimizer would be divided more coarsely than the rest.
+    """
+    name = ALIASES.get(text.lower(), text.upper())
+    found = {strategy.name: strategy for strategy in STRATEGIES}
+    if name in found:
+        return found[name]
+    if len(name) == 3 and set(name) <= set(GRANULARITIES):
+        raise InputError(
+            f"sharding {text!r}: the optimizer state ({name[2]}) is divided more coarsely than parameters ({name[0]}) "
+            f"or gradients ({name[1]}), so a rank would hold state for what it cannot update; N is coarsest, G finest"
+        )
+    raise unknown_name("sharding", text, [*found, *ALIASES])

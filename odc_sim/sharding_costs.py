@@ -1,0 +1,135 @@
+"""What a sharding strategy moves and when: in every microbatch, and once a minibatch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from odc_sim.hardware import Cluster
+from odc_sim.sharding import BF16_BYTES, FP32_BYTES, Granularity, Strategy
+from odc_sim.topology import Topology
+from odc_sim.transfers import TransferCosts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sync:
+    """What makes nodes equal once a minibatch. Bytes are what one node sends to others."""
+
+    gradients_s: float
+    gradients_bytes: float
+    parameters_s: float
+    parameters_bytes: float
+
+    def exposed_s(self, layers: int, layer_backward_s: float) -> float:
+        """What of it no compute hides.
+
+        Gradients are made equal layer by layer in the last backward, as FSDP2's hybrid sharding and DDP do; so only the
+        last layer's remain, or what does not keep up. Parameters come after the optimizer's step.
+        """
+        each_s = self.gradients_s / layers if layers else 0.0
+        behind_s = self.gradients_s - max(layers - 1, 0) * layer_backward_s
+        return max(each_s, behind_s) + self.parameters_s
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Costs:
+    """Transfers of units divided over one rank, over a node and over all ranks, in either transport."""
+
+    collective: Mapping[Granularity, TransferCosts]
+    one_sided: Mapping[Granularity, TransferCosts]
+    cluster: Cluster
+    topology: Topology
+    """Of all ranks."""
+    parameters: int
+
+    def of(self, strategy: Strategy, *, one_sided: bool) -> TransferCosts:
+        """As an engine takes them: gathers as parameters are divided, reductions as gradients are.
+
+        Parameters that are not divided are there already. Gradients that are not are added up in place, which costs
+        what FSDP2's unreduced ones do, in every microbatch.
+        """
+        costs = self.one_sided if one_sided else self.collective
+        gather, reduce = costs[strategy.parameters], costs[strategy.gradients]
+        optimizer = costs[strategy.optimizer]
+        whole = max((gather, reduce), key=lambda each: each.traffic.topology.world_size)
+        nothing = np.zeros_like(gather.gather_s)
+        if strategy.parameters == "N":
+            gather = replace(gather, copy_in_s=nothing, copy_out_s=nothing)
+        if strategy.gradients == "N":
+            reduce = replace(reduce, pack_s=reduce.hold_s, reduce_s=nothing, add_s=nothing)
+        return replace(
+            gather,
+            reduce_s=reduce.reduce_s,
+            pack_s=reduce.pack_s,
+            add_s=reduce.add_s,
+            hold_s=reduce.hold_s,
+            optimizer_s=optimizer.optimizer_s,
+            publish_s=optimizer.publish_s if strategy.parameters != "N" else 0.0,
+            optimizer_provenance=optimizer.optimizer_provenance,
+            traffic=replace(
+                whole.traffic,
+                gather_bytes=gather.traffic.gather_bytes,
+                gather_inside_s=gather.traffic.gather_inside_s if strategy.parameters != "N" else nothing,
+                gather_network_s=gather.traffic.gather_network_s,
+                reduce_bytes=reduce.traffic.reduce_bytes,
+                reduce_inside_s=reduce.traffic.reduce_inside_s if strategy.gradients != "N" else nothing,
+                reduce_network_s=reduce.traffic.reduce_network_s,
+            ),
+        )
+
+    def sync(self, strategy: Strategy) -> Sync:
+        """By collectives, whatever microbatches use: all ranks are there anyway."""
+        gradients, parameters = FP32_BYTES * self.parameters, BF16_BYTES * self.parameters
+        reduce_s = {over: float(costs.reduce_s.sum()) for over, costs in self.collective.items()}
+        gather_s = {over: float(costs.gather_s.sum()) for over, costs in self.collective.items()}
+        between_s, between_bytes = self._between(gradients)
+        global_bytes = self._all(gradients)
+        # by the tables in sharding.py
+        found: dict[tuple[Granularity, Granularity], tuple[float, float]] = {
+            ("N", "N"): (2 * reduce_s["G"], 2 * global_bytes),
+            ("N", "I"): (reduce_s["I"] + 2 * between_s, 2 * between_bytes),
+            ("N", "G"): (reduce_s["G"], global_bytes),
+            ("I", "I"): (2 * between_s, 2 * between_bytes),
+            ("I", "G"): (between_s, between_bytes),
+        }
+        gradients_s, gradients_bytes = found.get((strategy.gradients, strategy.optimizer), (0.0, 0.0))
+        between_s, between_bytes = self._between(parameters)
+        found = {
+            ("N", "I"): (gather_s["I"], 0.0),
+            ("N", "G"): (gather_s["G"], self._all(parameters)),
+            ("I", "G"): (between_s, between_bytes),
+        }
+        parameters_s, parameters_bytes = found.get((strategy.parameters, strategy.optimizer), (0.0, 0.0))
+        return Sync(
+            gradients_s=gradients_s,
+            gradients_bytes=gradients_bytes,
+            parameters_s=parameters_s,
+            parameters_bytes=parameters_bytes,
+        )
+
+    def microbatch_bytes(self, strategy: Strategy, *, one_sided: bool) -> float:
+        """What one node sends to others in one microbatch of each of its ranks."""
+        traffic = (self.one_sided if one_sided else self.collective)["G"].traffic
+        gathers, reduces = (
+            self.topology.inter_node_bytes(shard_bytes, one_sided) / self.topology.nodes
+            for shard_bytes in (traffic.gather_bytes, traffic.reduce_bytes)
+        )
+        total = 0.0
+        if strategy.parameters == "G":  # the root stays unsharded from forward to backward
+            total += float(gathers[0] + 2 * gathers[1:].sum())
+        if strategy.gradients == "G":
+            total += float(reduces.sum())
+        return total
+
+    def _between(self, num_bytes: float) -> tuple[float, float]:
+        """(seconds, bytes of a node) of a reduce_scatter or all_gather between counterparts of so many bytes in all."""
+        nodes, inter = self.topology.nodes, self.cluster.inter
+        if nodes == 1 or inter is None:
+            return 0.0, 0.0
+        sent = num_bytes * (nodes - 1) / nodes
+        return (nodes - 1) * inter.latency_s + sent / inter.node_bytes_per_s, sent
+
+    def _all(self, num_bytes: float) -> float:
+        """Bytes of a node of a collective over all ranks."""
+        shard = num_bytes / self.topology.world_size
+        return float(self.topology.inter_node_bytes(shard, one_sided=False)) / self.topology.nodes

@@ -46,6 +46,8 @@ LARGE_VOCABULARY = {"vocab_size": 200_000}
         ("odc", 100, LARGE_VOCABULARY, {}),
         ("collective", 5_000, QWEN3, {"recompute": False, "repeated_keys": False}),
         ("odc", 5_000, {}, {"chunked_loss_tokens": 0}),
+        ("collective", 30_000, {}, {"world_size": 1}),
+        ("collective-deferred", 30_000, {}, {"world_size": 1}),
     ],
 )
 def test_the_estimate_is_what_is_alive(tmp_path, schedule, tokens, shape, options):

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from odc_sim.advice import advise
 from odc_sim.costs import extrapolated
+from odc_sim.emulation import on_one_stream
 from odc_sim.errors import InputError, unknown_name
 from odc_sim.execution import Executed, Load, build_durations, execute
 from odc_sim.idle import Span
@@ -191,7 +192,7 @@ def schedule_of(study: Study, name: str) -> Schedule:
 
 
 def _transfers(inputs: Inputs, schedule: Schedule) -> TransferCosts:
-    return transfer_costs(
+    costs = transfer_costs(
         inputs.model,
         inputs.machine.cluster,
         world_size=inputs.study.devices,
@@ -200,6 +201,7 @@ def _transfers(inputs: Inputs, schedule: Schedule) -> TransferCosts:
         collectives=inputs.study.collectives,
         calibration=inputs.machine.calibration,
     )
+    return on_one_stream(costs) if inputs.machine.one_stream else costs
 
 
 def _load(inputs: Inputs, plan: Plan) -> Load:

@@ -95,7 +95,7 @@ def load_inputs(study: Study) -> Inputs:
 def _check_cpu(machine: Machine, model: ModelSpec) -> None:
     """A CPU's transfers beside the FLOPs of a GPU would be a machine that does not exist."""
     calibration = machine.calibration
-    if calibration is None or "gpu" in calibration.environment or measured_models(model, calibration):
+    if calibration is None or not machine.one_stream or measured_models(model, calibration):
         return
     names = sorted({fit.model for fit in calibration.fits})
     instead = f", or use --model {' or '.join(names)}" if names else ""

@@ -44,6 +44,11 @@ class Machine:
     note: str = ""
     """What a reader must know about where the numbers come from."""
 
+    @property
+    def one_stream(self) -> bool:
+        """Whether a CPU was calibrated, on which nothing runs beside anything."""
+        return self.calibration is not None and "gpu" not in self.calibration.environment
+
 
 def load_machine(name_or_path: str) -> Machine:
     """The machine of `--hardware`.

@@ -216,6 +216,23 @@ def test_a_cpus_transfers_are_not_put_beside_a_gpus_compute(tmp_path):
         simulate(Study(hardware=str(tmp_path / "laptop.json"), model="tiny", minibatches=2))
 
 
+def test_on_a_cpu_nothing_runs_beside_anything(tmp_path):
+    """So every transfer that hides behind compute on a GPU is in the open on a CPU."""
+    toy = {"model_type": "llama", "hidden_size": 1024, "num_hidden_layers": 3, "num_attention_heads": 8}
+    toy |= {"intermediate_size": 4096, "vocab_size": 32000, "tie_word_embeddings": True}
+    (tmp_path / "toy").mkdir()
+    (tmp_path / "toy" / "config.json").write_text(json.dumps(toy))
+    data = json.loads(SMALL.read_text())
+    study = {"model": str(tmp_path / "toy"), "devices": 4, "minibatches": 3, "scale": 0.05, "policy": ("lb-mini",)}
+    exposed = []
+    for name in ("gpus", "laptop"):
+        (tmp_path / f"{name}.json").write_text(json.dumps(data))
+        row = simulate(Study(**study, hardware=str(tmp_path / f"{name}.json"))).row("odc", "lb-mini")
+        exposed.append(row.idle_causes["exposed_unshard"] + row.idle_causes["exposed_reduce"])
+        data["environment"].pop("gpu", None)
+    assert exposed[1] > 1.5 * exposed[0] > 0
+
+
 def test_memory_comes_from_the_calibration_where_it_says(tmp_path):
     data = json.loads(SMALL.read_text())
     data["environment"]["gpu"] = {"name": "NVIDIA H200", "count": 2, "memory_bytes": 150_109_880_320}

@@ -345,10 +345,9 @@ def sharding(
         from odc_sim.header import header
         from odc_sim.report import make_directory
         from odc_sim.sharding import chosen_strategies
-        from odc_sim.sharding_study import refuse_fields, shard
+        from odc_sim.sharding_study import shard
         from odc_sim.table_sharding import print_sharding
 
-        refuse_fields(argument.partition("=")[0] for argument in ctx.args)
         study = _study(config, fields, ctx)
         strategies = chosen_strategies(strategy or ())
         if out is not None:

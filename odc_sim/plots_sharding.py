@@ -15,7 +15,7 @@ from odc_sim.sharding_study import ShardingResults
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-NAMES = {"collective": "with collectives", "odc": "on demand"}
+NAMES = {"collective": "with collectives", "collective-deferred": "deferred", "odc": "on demand"}
 
 
 def write_sharding(out: Path, results: ShardingResults, data: Mapping[str, Any]) -> list[Path]:
@@ -71,5 +71,5 @@ def sharding_figure(results: ShardingResults) -> "Figure":
         for key, label in NAMES.items()
     ]
     handles.append(Line2D([], [], marker="o", linestyle="", color=FAINT, alpha=0.4, label="pale: does not fit"))
-    legend(figure, handles, 3)
+    legend(figure, handles, 4)
     return figure

@@ -51,9 +51,14 @@ class Strategy:
     optimizer: Granularity
 
     @property
+    def letters(self) -> tuple[Granularity, Granularity, Granularity]:
+        """All three."""
+        return self.parameters, self.gradients, self.optimizer
+
+    @property
     def name(self) -> str:
-        """Its three letters."""
-        return self.parameters + self.gradients + self.optimizer
+        """Its letters."""
+        return "".join(self.letters)
 
     @property
     def meets(self) -> Meets:
@@ -61,26 +66,41 @@ class Strategy:
         in_microbatches = (self.parameters, self.gradients)
         return "all ranks" if "G" in in_microbatches else "its node" if "I" in in_microbatches else "nobody"
 
-    @property
-    def divides_nodes(self) -> bool:
-        """Whether it needs more than one node to make sense."""
-        return "I" in self.name
+    def differs(self, *, node: int, nodes: int) -> bool:
+        """Whether no other strategy is the same: on one node I is G, and on nodes of one rank it is N."""
+        return "I" not in self.name or (node > 1 and nodes > 1)
 
-    def state_bytes(self, parameters: int, recipe: Recipe, *, node: int, world_size: int, published: bool) -> int:
+    def copies(self, recipe: Recipe, *, published: bool) -> bool:
+        """Whether bf16 parameters are kept beside the fp32 master ones, besides a window that one-sided gathers read.
+
+        In the recipe `mixed` always; in `paper` where they are divided otherwise or not at all, unless gathers read
+        that window.
+        """
+        apart = self.parameters != self.optimizer or self.parameters == "N"
+        return recipe == "mixed" or (apart and not published)
+
+    def state_bytes(self, parameters: int, recipe: Recipe, *, node: int, world_size: int, window_bytes: int = 0) -> int:
         """Of parameters, gradients and optimizer state on one rank.
 
         The fp32 master parameters, whichever recipe counts them where, are divided as the optimizer state is, so that
-        an update needs nobody else. bf16 parameters are kept beside them in the recipe `mixed`, where they are divided
-        otherwise, and where one-sided gathers read them (`published`).
+        an update needs nobody else.
+
+        Args:
+            parameters: of the model.
+            recipe: bytes of each.
+            node: ranks in a node.
+            world_size: ranks in all.
+            window_bytes: of a parameter in the window that one-sided gathers read; 0: there is none.
         """
         over = {"N": 1, "I": node, "G": world_size}
         state = RECIPES[recipe]
         master = 0 if recipe == "mixed" else state.parameters  # `mixed` counts it with the optimizer
-        copied = recipe == "mixed" or published or self.parameters != self.optimizer
+        window_bytes = window_bytes if self.parameters != "N" else 0
         parts = (
             (master + state.optimizer, self.optimizer),
             (state.gradients, self.gradients),
-            (BF16_BYTES * copied, self.parameters),
+            (BF16_BYTES * self.copies(recipe, published=window_bytes > 0), self.parameters),
+            (window_bytes, self.parameters),
         )
         return sum(-(-each * parameters // over[granularity]) for each, granularity in parts)
 

@@ -4,11 +4,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from odc_sim.hardware import Cluster
-from odc_sim.sharding import BF16_BYTES, FP32_BYTES, Granularity, Strategy
+from odc_sim.sharding import FP32_BYTES, Granularity, Strategy
 from odc_sim.topology import Topology
-from odc_sim.transfers import TransferCosts
+from odc_sim.transfers import Provenance, TransferCosts, weakest
+
+Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,15 +23,16 @@ class Sync:
     parameters_s: float
     parameters_bytes: float
 
-    def exposed_s(self, layers: int, layer_backward_s: float) -> float:
-        """What of it no compute hides.
+    def exposed_s(self, layers: int, layer_backward_s: Array, *, hides: bool) -> Array:
+        """What of it [...] no compute hides, for a layer's last backward [...] of so long.
 
-        Gradients are made equal layer by layer in the last backward, as FSDP2's hybrid sharding and DDP do; so only the
-        last layer's remain, or what does not keep up. Parameters come after the optimizer's step.
+        With `hides` gradients are made equal layer by layer in the last backward, as FSDP2's hybrid sharding and DDP
+        do; so only the last layer's remain, or what does not keep up. Parameters come after the optimizer's step.
         """
-        each_s = self.gradients_s / layers if layers else 0.0
-        behind_s = self.gradients_s - max(layers - 1, 0) * layer_backward_s
-        return max(each_s, behind_s) + self.parameters_s
+        each_s = self.gradients_s / max(layers, 1)
+        behind_s = self.gradients_s - max(layers - 1, 0) * layer_backward_s * hides
+        exposed: Array = np.maximum(each_s, behind_s) + self.parameters_s
+        return exposed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,11 +45,25 @@ class Costs:
     topology: Topology
     """Of all ranks."""
     parameters: int
+    parameter_bytes: int
+    """Of each as it is gathered."""
+    units: int
+    """In each of which gradients are made equal by themselves."""
 
-    def of(self, strategy: Strategy, *, one_sided: bool) -> TransferCosts:
+    def hides_sync(self, strategy: Strategy, *, one_sided: bool) -> bool:
+        """Whether gradients are made equal behind the last backward.
+
+        Not on demand, where a node's sum of a layer is whole only when every rank of it has pushed its last one, which
+        ranks learn at the end of the minibatch (so does `OnDemand`); nor where that backward's gathers have the
+        network.
+        """
+        return strategy.parameters != "G" and not (one_sided and strategy.gradients != "N")
+
+    def of(self, strategy: Strategy, *, one_sided: bool, copies: bool) -> TransferCosts:
         """As an engine takes them: gathers as parameters are divided, reductions as gradients are.
 
-        Parameters that are not divided are there already. Gradients that are not are added up in place, which costs
+        Parameters that are not divided are there already; where `copies` says so, bf16 ones are written once a
+        minibatch. Gradients that are not are added up in place, which costs
         what FSDP2's unreduced ones do, in every microbatch.
         """
         costs = self.one_sided if one_sided else self.collective
@@ -64,7 +82,7 @@ class Costs:
             add_s=reduce.add_s,
             hold_s=reduce.hold_s,
             optimizer_s=optimizer.optimizer_s,
-            publish_s=optimizer.publish_s if strategy.parameters != "N" else 0.0,
+            publish_s=self.one_sided[strategy.optimizer].publish_s if one_sided or copies else 0.0,
             optimizer_provenance=optimizer.optimizer_provenance,
             traffic=replace(
                 whole.traffic,
@@ -79,10 +97,10 @@ class Costs:
 
     def sync(self, strategy: Strategy) -> Sync:
         """By collectives, whatever microbatches use: all ranks are there anyway."""
-        gradients, parameters = FP32_BYTES * self.parameters, BF16_BYTES * self.parameters
+        gradients, parameters = FP32_BYTES * self.parameters, self.parameter_bytes * self.parameters
         reduce_s = {over: float(costs.reduce_s.sum()) for over, costs in self.collective.items()}
         gather_s = {over: float(costs.gather_s.sum()) for over, costs in self.collective.items()}
-        between_s, between_bytes = self._between(gradients)
+        between_s, between_bytes = self._between(gradients, calls=self.units)
         global_bytes = self._all(gradients)
         # by the tables in sharding.py
         found: dict[tuple[Granularity, Granularity], tuple[float, float]] = {
@@ -93,7 +111,7 @@ class Costs:
             ("I", "G"): (between_s, between_bytes),
         }
         gradients_s, gradients_bytes = found.get((strategy.gradients, strategy.optimizer), (0.0, 0.0))
-        between_s, between_bytes = self._between(parameters)
+        between_s, between_bytes = self._between(parameters, calls=1)
         found = {
             ("N", "I"): (gather_s["I"], 0.0),
             ("N", "G"): (gather_s["G"], self._all(parameters)),
@@ -107,8 +125,14 @@ class Costs:
             parameters_bytes=parameters_bytes,
         )
 
-    def microbatch_bytes(self, strategy: Strategy, *, one_sided: bool) -> float:
-        """What one node sends to others in one microbatch of each of its ranks."""
+    def provenance(self, strategy: Strategy, *, one_sided: bool) -> Provenance:
+        """Of what is moved over links, the weakest."""
+        costs = self.one_sided if one_sided else self.collective
+        moved = {*strategy.letters} - {"N"} or {"G"}
+        return weakest([costs[granularity].provenance for granularity in moved])
+
+    def microbatch_bytes(self, strategy: Strategy, *, one_sided: bool, deferred: bool = False) -> float:
+        """What one node sends to others in one microbatch of each of its ranks; `deferred`, in a minibatch."""
         traffic = (self.one_sided if one_sided else self.collective)["G"].traffic
         gathers, reduces = (
             self.topology.inter_node_bytes(shard_bytes, one_sided) / self.topology.nodes
@@ -116,18 +140,18 @@ class Costs:
         )
         total = 0.0
         if strategy.parameters == "G":  # the root stays unsharded from forward to backward
-            total += float(gathers[0] + 2 * gathers[1:].sum())
+            total += float(gathers[0] + (1 if deferred else 2) * gathers[1:].sum())
         if strategy.gradients == "G":
             total += float(reduces.sum())
         return total
 
-    def _between(self, num_bytes: float) -> tuple[float, float]:
-        """(seconds, bytes of a node) of a reduce_scatter or all_gather between counterparts of so many bytes in all."""
+    def _between(self, num_bytes: float, *, calls: int) -> tuple[float, float]:
+        """(seconds, bytes of a node) of reduce_scatters or all_gathers between counterparts of so many bytes in all."""
         nodes, inter = self.topology.nodes, self.cluster.inter
         if nodes == 1 or inter is None:
             return 0.0, 0.0
         sent = num_bytes * (nodes - 1) / nodes
-        return (nodes - 1) * inter.latency_s + sent / inter.node_bytes_per_s, sent
+        return calls * (nodes - 1) * inter.latency_s + sent / inter.node_bytes_per_s, sent
 
     def _all(self, num_bytes: float) -> float:
         """Bytes of a node of a collective over all ranks."""

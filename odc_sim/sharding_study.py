@@ -2,10 +2,11 @@
 
 Where parameters or gradients are divided over all ranks, all ranks wait for each other in every microbatch, as in
 `odc simulate`. Where they are divided within nodes, each node is run by itself; where neither is, each rank. One-sided
-transfers have nobody wait in any of them. All meet at the end of the minibatch, where the nodes are made equal.
+transfers have nobody wait in any of them. All meet at the end of the minibatch, where the nodes are made equal. Stock
+FSDP2's other way to wait less, `collective-deferred`, is among them with full sharding.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -13,25 +14,35 @@ import numpy as np
 from numpy.typing import NDArray
 
 from odc_sim.api import peak_of, plan_of, schedule_of
+from odc_sim.costs import ComputeCosts
 from odc_sim.errors import InputError
 from odc_sim.execution import Load, execute
 from odc_sim.inputs import BOOTSTRAP_STREAM, Inputs, load_inputs
 from odc_sim.metrics import Speedup, speedup
-from odc_sim.plans import Plan, unequal_counts
+from odc_sim.plans import Plan
 from odc_sim.progress import Progress
 from odc_sim.sharding import Granularity, Strategy
 from odc_sim.sharding_costs import Costs
 from odc_sim.study import Study
 from odc_sim.topology import make_topology
-from odc_sim.transfers import Provenance, transfer_costs, weakest
+from odc_sim.transfers import ITEMSIZE_BYTES, Provenance, TransferCosts, transfer_costs
 
 WORTH_IT = 0.02
-"""Of speedup; less is not worth traffic or memory."""
+"""A smaller part of the throughput is worth neither traffic nor memory."""
 Floats = NDArray[np.float64]
-Transport = Literal["collective", "odc"]
+Transport = Literal["collective", "collective-deferred", "odc"]
 BASELINE = ("GGG", "collective")
+STOCK: tuple[Transport, ...] = ("collective", "collective-deferred")
+"""What needs no transfers of ours."""
 LOCKSTEP_POLICY, FREE_POLICY = "lb-micro", "lb-mini"
 """Where ranks wait for each other in every microbatch, and where they do not."""
+
+
+UNUSED = (
+    *("policy", "schedule", "baseline", "pad_microbatches", "batch_minibatches", "stability", "calibration_error"),
+    *("plan", "engine", "barrier"),
+)
+"""Fields of a study that may not be given here: they would change nothing, or what a strategy is."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +67,8 @@ class Row:
     speedup: float
     """Over ZeRO-3 with collectives."""
     speedup_ci95: tuple[float, float]
+    provenance: Provenance
+    """Of transfers; between nodes, once a minibatch, always analytic."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,22 +78,22 @@ class ShardingResults:
     inputs: Inputs
     nodes: int
     rows: tuple[Row, ...]
-    provenance: Provenance
-    """Of transfers in microbatches, the weakest."""
     left_out: tuple[str, ...]
-    """Strategies that are another one where there is one node."""
+    """Strategies that are another one on these nodes."""
 
-    @property
-    def best(self) -> Row | None:
-        """The fastest that fits."""
-        return max((row for row in self.rows if row.fits), key=lambda row: row.speedup, default=None)
+    def fastest(self, *transports: Transport) -> Row | None:
+        """Of those that fit; of all transports where none is named."""
+        rows = (row for row in self.rows if row.fits and (not transports or row.transport in transports))
+        return max(rows, key=lambda row: row.speedup, default=None)
 
     def advised(self, *transports: Transport) -> Row | None:
-        """Of those that fit and are about as fast as the fastest of them, the one that sends least to other nodes; of
-        those, the one that takes least memory."""
-        rows = [row for row in self.rows if row.fits and row.transport in transports]
-        fastest = max((row.speedup for row in rows), default=0.0)
-        near = [row for row in rows if row.speedup >= fastest - WORTH_IT]
+        """Of those about as fast as the fastest, the one that sends least to other nodes; of those, the one that takes
+        least memory."""
+        fastest = self.fastest(*transports)
+        if fastest is None:
+            return None
+        rows = (row for row in self.rows if row.fits and (not transports or row.transport in transports))
+        near = [row for row in rows if row.speedup >= fastest.speedup * (1 - WORTH_IT)]
         return min(near, key=lambda row: (row.network_bytes, row.peak_bytes), default=None)
 
     def row(self, strategy: str, transport: Transport) -> Row:
@@ -100,42 +113,37 @@ class ShardingResults:
         inputs = self.inputs
         about = {"model": inputs.model.name, "hardware": inputs.machine.name, "workload": inputs.workload_name}
         sizes = {"devices": study.devices, "nodes": self.nodes, "minibatch_size": study.minibatch_size}
-        return about | sizes | {"recipe": study.recipe, "rows": [asdict(row) for row in self.rows]}
+        how = {name: getattr(study, name) for name in ("scale", "recipe", "gather_dtype", "collectives")}
+        rows = [asdict(row) for row in self.rows]
+        return about | sizes | {"max_tokens": inputs.max_tokens} | how | {"left_out": list(self.left_out), "rows": rows}
 
 
-def refuse_fields(flags: Iterable[str]) -> None:
-    """Refuse what one may ask `odc simulate`, and what would change nothing here.
-
-    Raises:
-        InputError: one of these was given.
-    """
-    for flag in flags:
-        field = flag.removeprefix("--").replace("-", "_")
-        if field == "sharding":
-            raise InputError(f"{flag}: every strategy is run here; choose some with --strategy")
-        if field in ("policy", "schedule", "baseline", "pad_microbatches"):
+def _check(study: Study) -> None:
+    for field in UNUSED:
+        if getattr(study, field) != Study.model_fields[field].default:
             raise InputError(
-                f"{flag}: here it is {LOCKSTEP_POLICY} where ranks wait for others in every microbatch, else "
-                f"{FREE_POLICY}, over GGG with collectives; odc simulate compares policies and schedules"
+                f"--{field.replace('_', '-')}: not for odc sharding, where it is {LOCKSTEP_POLICY} if ranks wait for "
+                f"others in every microbatch, else {FREE_POLICY}; leave it out, or use odc simulate"
             )
-        if field in ("stability", "calibration_error", "plan", "engine", "barrier"):
-            raise InputError(f"{flag}: not for odc sharding; leave it out, or use odc simulate")
+    if study.devices < 2:
+        raise InputError(f"--devices: got {study.devices}, expected at least 2 to divide anything over")
 
 
 def shard(study: Study, strategies: tuple[Strategy, ...], progress: Progress) -> ShardingResults:
-    """Run every strategy; on one node those that divide nothing over nodes and ranks differently.
+    """Run every strategy that is not another one on these nodes.
 
     Raises:
-        InputError: whatever is wrong with the study.
+        InputError: whatever is wrong with the study, or a field that is not for this.
     """
+    _check(study)
     inputs = load_inputs(study)
     cluster, model = inputs.machine.cluster, inputs.model
     topology = make_topology(cluster, study.devices, study.collectives)
-    chosen = [s for s in strategies if topology.nodes > 1 or not s.divides_nodes]
+    chosen = [s for s in strategies if s.differs(node=topology.group, nodes=topology.nodes)]
     left_out = tuple(s.name for s in strategies if s not in chosen)
     over: dict[Granularity, int] = {"N": 1, "I": topology.group, "G": study.devices}
 
-    def costs_of(one_sided: bool) -> dict[Granularity, Any]:
+    def costs_of(one_sided: bool) -> dict[Granularity, TransferCosts]:
         return {
             granularity: transfer_costs(
                 model,
@@ -155,25 +163,29 @@ def shard(study: Study, strategies: tuple[Strategy, ...], progress: Progress) ->
         cluster=cluster,
         topology=topology,
         parameters=model.parameters,
+        parameter_bytes=ITEMSIZE_BYTES[study.gather_dtype],
+        units=model.layers + 1,
     )
     plans: dict[str, Plan] = {name: plan_of(inputs, name) for name in (LOCKSTEP_POLICY, FREE_POLICY)}
     makespans_s: dict[tuple[str, str], Floats] = {}
     partial: dict[tuple[str, str], Row] = {}
-    cells = [(s, t) for s in chosen for t in ("collective", "odc") if t == "collective" or s.meets != "nobody"]
+    cells: list[tuple[Strategy, Transport]] = []
+    for strategy in chosen:
+        cells.append((strategy, "collective"))
+        if strategy.name == BASELINE[0]:
+            cells.append((strategy, "collective-deferred"))
+        if strategy.meets != "nobody":
+            cells.append((strategy, "odc"))
     for number, (strategy, transport) in enumerate(cells):
         progress(f"{strategy.name} {transport}", number, len(cells))
-        key = strategy.name, transport
-        partial[key], makespans_s[key] = _run(inputs, costs, plans, strategy, transport)
-    used = (*costs.collective.values(), *costs.one_sided.values())
-    provenance = weakest([each.provenance for each in used])
+        found_row, own_s = _run(inputs, costs, plans, strategy, transport)
+        partial[strategy.name, transport], makespans_s[strategy.name, transport] = found_row, own_s
     rng = np.random.default_rng([study.seed, BOOTSTRAP_STREAM])
     rows = []
     for key, row in partial.items():
         found: Speedup = speedup(makespans_s[BASELINE], makespans_s[key], 1, rng)
         rows.append(_compared(row, found))
-    return ShardingResults(
-        inputs=inputs, nodes=topology.nodes, rows=tuple(rows), provenance=provenance, left_out=left_out
-    )
+    return ShardingResults(inputs=inputs, nodes=topology.nodes, rows=tuple(rows), left_out=left_out)
 
 
 def _compared(row: Row, found: Speedup) -> Row:
@@ -181,50 +193,65 @@ def _compared(row: Row, found: Speedup) -> Row:
 
 
 def _run(
-    inputs: Inputs, costs: Costs, plans: Mapping[str, Plan], strategy: Strategy, transport: str
+    inputs: Inputs, costs: Costs, plans: Mapping[str, Plan], strategy: Strategy, transport: Transport
 ) -> tuple[Row, Floats]:
-    study, topology = inputs.study, costs.topology
-    one_sided = transport == "odc"
-    free = one_sided or strategy.meets == "nobody"
-    policy = FREE_POLICY if free else LOCKSTEP_POLICY
+    study, topology, cluster = inputs.study, costs.topology, inputs.machine.cluster
+    one_sided, deferred = transport == "odc", transport == "collective-deferred"
+    alone = one_sided or strategy.meets == "nobody"
+    policy = FREE_POLICY if alone or deferred else LOCKSTEP_POLICY
     plan = plans[policy]
-    assert free or unequal_counts(plan) is None
     load = Load.of(plan, study.device_speed, study.jitter, study.seed)
-    schedule = schedule_of(study, "odc" if free else "collective")
-    transfers = costs.of(strategy, one_sided=one_sided)
+    schedule = schedule_of(study, "odc" if alone else transport)
+    copies = strategy.copies("paper", published=one_sided)  # `odc simulate` charges nothing for those of `mixed`
+    transfers = costs.of(strategy, one_sided=one_sided, copies=copies)
     size = study.devices if strategy.meets == "all ranks" else topology.group
     makespan_s = np.zeros(study.minibatches)
     for first in range(0, study.devices, size):
-        run = execute(load.ranks(first, first + size), inputs.compute, transfers, inputs.machine.cluster, schedule)
+        run = execute(load.ranks(first, first + size), inputs.compute, transfers, cluster, schedule)
         makespan_s = np.maximum(makespan_s, run.makespan_s)
-    sync = costs.sync(strategy)
-    backward_s = inputs.compute.layer_backward(load.tokens, load.squares)[load.tokens > 0].mean()
-    exposed_s = sync.exposed_s(inputs.model.layers, float(backward_s))
+    sync, hides = costs.sync(strategy), costs.hides_sync(strategy, one_sided=one_sided)
+    exposed_s = sync.exposed_s(inputs.model.layers, _last_backward_s(load, inputs.compute), hides=hides)
     makespan_s = makespan_s + exposed_s
     state_bytes = strategy.state_bytes(
         inputs.model.parameters,
         study.recipe,
         node=topology.group,
         world_size=study.devices,
-        published=one_sided,
+        window_bytes=costs.parameter_bytes * one_sided,
     )
-    peak = peak_of(inputs, plan, "odc" if one_sided else "collective")
+    peak = peak_of(inputs, plan, transport)
     sharded = ("parameters", "gradients", "optimizer", "published_window")
     peak_bytes = state_bytes + sum(b for name, b in peak.categories.items() if name not in sharded)
-    per_microbatch = costs.microbatch_bytes(strategy, one_sided=one_sided)
+    microbatches = 1.0 if deferred else float(load.counts.mean())
+    network_bytes = microbatches * costs.microbatch_bytes(strategy, one_sided=one_sided, deferred=deferred)
     row = Row(
         strategy=strategy.name,
-        transport="odc" if one_sided else "collective",
+        transport=transport,
         policy=policy,
-        meets="nobody" if free else strategy.meets,
+        meets="nobody" if alone or deferred else strategy.meets,
         state_bytes=state_bytes,
         peak_bytes=peak_bytes,
-        fits=peak_bytes <= inputs.machine.cluster.device.memory_bytes,
-        network_bytes=float(load.counts.mean()) * per_microbatch + sync.gradients_bytes + sync.parameters_bytes,
-        sync_s=exposed_s,
+        fits=peak_bytes <= cluster.device.memory_bytes,
+        network_bytes=network_bytes + sync.gradients_bytes + sync.parameters_bytes,
+        sync_s=float(exposed_s.mean()),
         minibatch_s=float(makespan_s.mean()),
         samples_per_s_per_device=study.minibatch_size / float(makespan_s.mean()),
         speedup=1.0,
         speedup_ci95=(1.0, 1.0),
+        provenance=costs.provenance(strategy, one_sided=one_sided),
     )
     return row, makespan_s
+
+
+def _last_backward_s(load: Load, compute: ComputeCosts) -> Floats:
+    """[B] of a layer, in the last microbatch of the rank that computes longest: the others wait for it."""
+    forward, backward = (
+        unit(load.tokens, load.squares) / load.speed for unit in (compute.layer_forward, compute.layer_backward)
+    )
+    exists = np.arange(load.tokens.shape[1])[None, :, None] < load.counts[:, None, :]
+    total_s = np.where(exists, forward + backward, 0.0).sum(axis=1)
+    slowest = total_s.argmax(axis=1)
+    rows = np.arange(len(slowest))
+    last = np.maximum(load.counts[rows, slowest] - 1, 0)
+    found: Floats = backward[rows, last, slowest]
+    return found

@@ -3,7 +3,8 @@
 from typing import TYPE_CHECKING
 
 from odc_sim.sharding import SHOWN
-from odc_sim.sharding_study import FREE_POLICY, LOCKSTEP_POLICY, WORTH_IT, Row, ShardingResults
+from odc_sim.sharding_study import FREE_POLICY, LOCKSTEP_POLICY, STOCK, WORTH_IT, Row, ShardingResults
+from odc_sim.transfers import weakest
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -36,11 +37,16 @@ def print_sharding(results: ShardingResults, console: "Console") -> None:
     )
     no = "✗" if symbols else "!"
     line(f"memory: estimates against {memory_gb:.1f} GB, the larger of both transports; {no} does not fit")
-    line("network: GB that a node sends to others in a minibatch; sync: the end of a minibatch, beyond what is hidden")
-    transfers = f"transfers {results.provenance}, between nodes analytic"
+    line(
+        "network: GB that a node sends to others in a minibatch; sync: making nodes equal at its end, beyond what the "
+        "last backward hides (nothing of gradients that were pushed on demand, or beside gathers over the network)"
+    )
+    provenance = weakest([row.provenance for row in results.rows])
+    transfers = f"transfers {provenance}, between nodes once a minibatch analytic"
     line(f"sources: compute {inputs.compute.provenance}, {transfers}, memory analytic")
     if results.left_out:
-        line(f"left out: {', '.join(results.left_out)}: on one node I is G")
+        same = "on one node I is G" if results.nodes == 1 else "on nodes of one device I is N"
+        line(f"left out: {', '.join(results.left_out)}: {same}")
     line()
     for text in advice(results):
         line(text, "bold")
@@ -49,55 +55,53 @@ def print_sharding(results: ShardingResults, console: "Console") -> None:
 def lines(results: ShardingResults, symbols: bool) -> list[str]:
     """The table, two lines of heading first."""
     found = [
-        f"{'':8} {'':13} {'state':>6} {'peak':>7}  {'with collectives':^41}  {'on demand':^26}",
+        f"{'':8} {'':13} {'state':>6} {'peak':>7}  {'with collectives':^41}  {'on demand':^32}",
         f"{'sharding':8} {'known as':13} {'GB':>6} {'GB':>7}  {'wait for':9} {'network':>8} {'sync':>8} "
-        f"{'speedup':>13}  {'network':>8} {'speedup':>17}",
+        f"{'speedup':>13}  {'network':>8} {'sync':>8} {'speedup':>14}",
     ]
-    best = results.best
-    names = list(dict.fromkeys(row.strategy for row in results.rows))
-    for name in names:
-        one, other = (
-            next((row for row in results.rows if (row.strategy, row.transport) == (name, transport)), None)
-            for transport in ("collective", "odc")
-        )
-        assert one is not None
-        rows = [row for row in (one, other) if row is not None]
-        fits = all(row.fits for row in rows)
-        peak_gb = max(row.peak_bytes for row in rows) / 1e9
-        mark = " " if fits else "✗" if symbols else "!"
-        text = (
-            f"{name:8} {SHOWN.get(name, ''):13} {max(row.state_bytes for row in rows) / 1e9:6.1f} {peak_gb:6.1f}{mark}"
-        )
-        text += f"  {one.meets:9} {one.network_bytes / 1e9:8.1f} {1e3 * one.sync_s:5.0f} ms"
-        text += f" {_speedup(one, best, symbols):>13}"
-        if other is not None:
-            text += f"  {other.network_bytes / 1e9:8.1f} {_speedup(other, best, symbols):>17}"
+    by_name: dict[str, list[Row]] = {}
+    for row in results.rows:
+        name = f"{row.strategy} deferred" if row.transport == "collective-deferred" else row.strategy
+        by_name.setdefault(name, []).append(row)
+    for name, rows in by_name.items():
+        mark = " " if all(row.fits for row in rows) else "✗" if symbols else "!"
+        letters, _, deferred = name.partition(" ")
+        state_gb, peak_gb = max(row.state_bytes for row in rows) / 1e9, max(row.peak_bytes for row in rows) / 1e9
+        text = f"{letters:8} {deferred or SHOWN.get(letters, ''):13} {state_gb:6.1f} {peak_gb:6.1f}{mark}"
+        text += f"  {rows[0].meets:9}"
+        for row in rows:
+            text += f" {row.network_bytes / 1e9:8.1f} {1e3 * row.sync_s:5.0f} ms {_speedup(row, results, symbols):>13} "
         found.append(text.rstrip())
     return found
 
 
-def _speedup(row: Row, best: Row | None, symbols: bool) -> str:
+def _speedup(row: Row, results: ShardingResults, symbols: bool) -> str:
     low, high = row.speedup_ci95
     half = f"{(high - low) / 2:.2f}".removeprefix("0")
-    return f"{row.speedup:.2f}x {'±' if symbols else '+-'}{half}{'*' if row is best else ' '}"
+    return f"{row.speedup:.2f}x {'±' if symbols else '+-'}{half}{'*' if row is results.fastest() else ' '}"
 
 
 def advice(results: ShardingResults) -> list[str]:
     """What to use, in words."""
-    best, stock = results.advised("collective", "odc"), results.advised("collective")
-    if best is None or stock is None:
+    fastest, stock = results.fastest(), results.fastest(*STOCK)
+    if fastest is None or stock is None:
         return ["No strategy fits: lower --max-tokens, use more devices, or a smaller model."]
-    if best.speedup < 1 + WORTH_IT:
+    if fastest.speedup < 1 + WORTH_IT:
         return ["Keep GGG (ZeRO-3, FSDP) with collectives: nothing that fits gains 2 % here."]
-    if stock.speedup >= best.speedup - WORTH_IT:
-        return [f"Use {_use(stock)}. On-demand transfers add nothing to it."]
-    others = f"With collectives the best that fits is {_use(stock)}." if stock.speedup >= 1 + WORTH_IT else ""
-    return [f"Use {_use(best)}.", others or "With collectives nothing that fits gains 2 %."]
+    if stock.speedup >= fastest.speedup * (1 - WORTH_IT):
+        return [f"Use {_use(results.advised(*STOCK))}. On-demand transfers add nothing worth it."]
+    without = (
+        f"the best that fits is {_use(results.advised(*STOCK))}"
+        if stock.speedup >= 1 + WORTH_IT
+        else "nothing gains 2 %"
+    )
+    return [f"Use {_use(results.advised())}.", f"Without on-demand transfers {without}."]
 
 
-def _use(row: Row) -> str:
+def _use(row: Row | None) -> str:
+    assert row is not None  # there is a fastest one, and it is among those near it
     known = f" ({SHOWN[row.strategy]})" if row.strategy in SHOWN else ""
-    how = "on demand" if row.transport == "odc" else "with collectives"
+    how = {"odc": "on demand", "collective": "with collectives"}.get(row.transport, "deferred")
     return (
         f"{row.strategy}{known} {how} and {row.policy}: {100 * (row.speedup - 1):.0f} % more throughput than GGG with "
         f"collectives, {row.peak_bytes / 1e9:.0f} GB at the peak, {row.network_bytes / 1e9:.1f} GB a node to others"

@@ -3,6 +3,7 @@
 import csv
 import json
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,7 @@ from odc_sim.transfers import transfer_costs
 
 GIB = 1 << 30
 A100 = load_cluster("a100-nvswitch-roce")
+DATA = Path(__file__).parent.parent / "odc_sim" / "hardware_data"
 SMALL = {"devices": 16, "minibatches": 4}
 
 
@@ -65,22 +67,23 @@ def test_what_others_are_compared_with_is_always_among_them():
 )
 def test_state_in_mixed_precision(name, wanted):
     """LLaMA-7B on four nodes of eight: 2 / p + 2 / g + 12 / os bytes a parameter."""
-    found = parse_strategy(name).state_bytes(6_738_415_616, "mixed", node=8, world_size=32, published=False)
+    found = parse_strategy(name).state_bytes(6_738_415_616, "mixed", node=8, world_size=32)
     assert found / GIB == pytest.approx(wanted, abs=0.05)
 
 
 def test_state_with_an_fp32_master():
-    """FSDP2 casts from the master where parameters are divided alike; else, and for gathers on demand, there is a bf16
-    copy."""
+    """FSDP2 casts from the master where parameters are divided alike; else there is a bf16 copy, or the window that
+    gathers on demand read."""
 
     def state(name, **more):
-        return parse_strategy(name).state_bytes(3200, "paper", node=8, world_size=32, **({"published": False} | more))
+        return parse_strategy(name).state_bytes(3200, "paper", node=8, world_size=32, **more)
 
     assert state("GGG") == 16 * 100
-    assert state("GGG", published=True) == 16 * 100 + 2 * 100
+    assert state("GGG", window_bytes=2) == 16 * 100 + 2 * 100
     assert state("III") == 16 * 400
-    assert state("IIG") == 12 * 100 + 4 * 400 + 2 * 400
-    assert state("NNG") == 12 * 100 + 4 * 3200 + 2 * 3200
+    assert state("IIG") == state("IIG", window_bytes=2) == 12 * 100 + 4 * 400 + 2 * 400
+    assert state("NNG") == state("NNG", window_bytes=2) == 12 * 100 + 4 * 3200 + 2 * 3200
+    assert state("NNN") == 18 * 3200
 
 
 # What it moves.
@@ -98,7 +101,15 @@ def costs(devices=16, collectives="two-level"):
             for letter, size in over.items()
         }
 
-    return Costs(collective=of(False), one_sided=of(True), cluster=A100, topology=topology, parameters=model.parameters)
+    return Costs(
+        collective=of(False),
+        one_sided=of(True),
+        cluster=A100,
+        topology=topology,
+        parameters=model.parameters,
+        parameter_bytes=2,
+        units=29,
+    )
 
 
 def test_what_is_divided_within_nodes_never_leaves_them_in_a_microbatch():
@@ -125,7 +136,7 @@ def test_between_two_nodes_each_strategy_syncs_what_the_table_says():
 def test_time_between_nodes_by_hand():
     found = costs()
     hybrid, paro = found.sync(parse_strategy("III")), found.sync(parse_strategy("IIG"))
-    one_way_s = A100.inter.latency_s + 4 * found.parameters / 2 / A100.inter.node_bytes_per_s
+    one_way_s = 29 * A100.inter.latency_s + 4 * found.parameters / 2 / A100.inter.node_bytes_per_s
     assert hybrid.gradients_s == pytest.approx(2 * one_way_s)
     assert paro.gradients_s == pytest.approx(one_way_s)
     assert hybrid.parameters_s == 0
@@ -138,19 +149,34 @@ def test_time_between_nodes_by_hand():
 def test_only_what_the_last_backward_does_not_hide_is_waited_for(layer_backward_s, wanted):
     """Four layers of 1 s each: the last one's always, and whatever the others are late."""
     sync = Sync(gradients_s=4.0, gradients_bytes=0.0, parameters_s=0.5, parameters_bytes=0.0)
-    assert sync.exposed_s(4, layer_backward_s) == wanted + 0.5
+    backwards_s = np.array([layer_backward_s, 1.0])
+    assert sync.exposed_s(4, backwards_s, hides=True).tolist() == [wanted + 0.5, 1.5]
+    assert sync.exposed_s(4, backwards_s, hides=False).tolist() == [4.5, 4.5]
+
+
+def test_on_demand_nobody_knows_that_a_nodes_sum_is_whole_before_the_end():
+    found = costs()
+
+    def hides(name, one_sided):
+        return found.hides_sync(parse_strategy(name), one_sided=one_sided)
+
+    assert hides("III", one_sided=False)
+    assert not hides("III", one_sided=True)
+    assert hides("INI", one_sided=True)  # each rank's own sum
+    assert not hides("GIG", one_sided=False)  # gathers have the network
 
 
 def test_parameters_that_are_there_are_not_copied_and_gradients_that_stay_are_added():
     found = costs()
-    plain = found.of(parse_strategy("NNG"), one_sided=False)
+    plain = found.of(parse_strategy("NNG"), one_sided=False, copies=True)
     for name in ("gather_s", "copy_in_s", "copy_out_s", "reduce_s", "add_s"):
         assert not np.any(getattr(plain, name)), name
     assert plain.pack_s.tolist() == found.collective["N"].hold_s.tolist()
     assert plain.optimizer_s == found.collective["G"].optimizer_s
-    hybrid = found.of(parse_strategy("IIG"), one_sided=True)
+    assert plain.publish_s == found.one_sided["G"].publish_s > 0  # bf16 parameters are written once a minibatch
+    hybrid = found.of(parse_strategy("IIG"), one_sided=True, copies=False)
     assert hybrid.gather_s.tolist() == found.one_sided["I"].gather_s.tolist()
-    assert hybrid.optimizer_s < found.of(parse_strategy("III"), one_sided=True).optimizer_s
+    assert hybrid.optimizer_s < found.of(parse_strategy("III"), one_sided=True, copies=False).optimizer_s
 
 
 # What comes of it.
@@ -159,24 +185,27 @@ def test_parameters_that_are_there_are_not_copied_and_gradients_that_stay_are_ad
 @pytest.mark.parametrize(("model", "devices"), [("qwen2.5-14b", 16), ("qwen2.5-32b", 32)])
 def test_hybrid_sharding_of_the_paper(model, devices):
     """arXiv 2601.19362, appendix E: with parameters and gradients inside the node and the optimizer across nodes, on
-    LongAlign cut to 8K, ODC gains up to 28 % over collectives."""
-    gains = []
-    for size in (1, 2, 4, 8):
-        found = run("IIG", model=model, devices=devices, minibatch_size=size, scale=0.125, minibatches=100)
-        gains.append(found.row("IIG", "odc").speedup / found.row("IIG", "collective").speedup)
-    assert max(gains) == pytest.approx(1.28, abs=0.02)
-    assert min(gains) > 0.995
+    LongAlign cut to 8K, ODC gains up to 28 % over collectives. More than is simulated, unless its collectives did not
+    hide what crosses nodes either; it does not say."""
+    found = run("IIG", model=model, devices=devices, minibatch_size=4, scale=0.125, minibatches=100)
+    on_demand, collective = found.row("IIG", "odc"), found.row("IIG", "collective")
+    assert 1.17 < collective.minibatch_s / on_demand.minibatch_s < 1.24
+    unhidden_s = collective.minibatch_s - collective.sync_s + on_demand.sync_s
+    assert 1.24 < unhidden_s / on_demand.minibatch_s < 1.28
 
 
-def test_full_sharding_is_what_simulate_runs():
-    found, results = run(), simulate(Study(**SMALL, policy=("lb-micro", "lb-mini")))
-    for transport, policy in (("collective", "lb-micro"), ("odc", "lb-mini")):
+@pytest.mark.parametrize("more", [{}, {"gather_dtype": "fp32"}, {"recipe": "mixed"}, {"devices": 4}])
+def test_full_sharding_is_what_simulate_runs(more):
+    found, results = run("zero3", **more), simulate(Study(**(SMALL | more), policy=("lb-micro", "lb-mini")))
+    for transport, policy in (("collective", "lb-micro"), ("collective-deferred", "lb-mini"), ("odc", "lb-mini")):
         row, wanted = found.row("GGG", transport), results.row(transport, policy)
         assert row.samples_per_s_per_device == pytest.approx(wanted.samples_per_s_per_device, rel=1e-9)
         assert row.speedup == pytest.approx(wanted.speedup, rel=1e-9)
-        assert row.network_bytes * 2 == pytest.approx(wanted.inter_node_bytes_per_minibatch, rel=1e-9)
+        assert row.network_bytes * found.nodes == pytest.approx(wanted.inter_node_bytes_per_minibatch, rel=1e-9)
+        assert row.provenance == wanted.provenance["transfers"]
         # at simulate's peak not all gradients are there yet
-        assert 0 <= row.peak_bytes - wanted.peak_memory_bytes["total"] <= 4 * load_model("qwen2.5-1.5b").parameters / 16
+        missing = row.peak_bytes - wanted.peak_memory_bytes["total"]
+        assert 0 <= missing <= 4 * load_model("qwen2.5-1.5b").parameters / (SMALL | more)["devices"]
 
 
 def test_ranks_that_wait_for_their_node_only_wait_less():
@@ -187,12 +216,11 @@ def test_ranks_that_wait_for_their_node_only_wait_less():
 
 
 def test_over_a_slow_network_traffic_decides():
-    """Short samples on 100 Gb/s a node: pulling every shard over it is the worst one can do, PaRO's IIG the best."""
+    """Short samples on 100 Gb/s a node: pulling every shard over it is the worst one can do."""
     found = run(hardware="cloud-100g", model="qwen2.5-7b", scale=0.1)
-    fastest = max(found.rows, key=lambda row: row.speedup)
-    assert (fastest.strategy, fastest.transport) == ("IIG", "odc")
-    assert min(found.rows, key=lambda row: row.speedup).strategy == "GGG"
-    assert found.row("GGG", "odc").speedup < 1 < found.row("IIG", "collective").speedup
+    slowest = min(found.rows, key=lambda row: row.speedup)
+    assert (slowest.strategy, slowest.transport) == ("GGG", "odc")
+    assert found.row("GGG", "odc").speedup < 0.5 < 1.3 < found.row("IIG", "collective").speedup
     assert found.row("IIG", "odc").network_bytes < 0.1 * found.row("GGG", "odc").network_bytes
 
 
@@ -203,6 +231,30 @@ def test_on_one_node_there_is_no_between():
     assert {row.network_bytes for row in found.rows} == {0.0}
 
 
+def test_on_nodes_of_one_device_there_is_no_inside(tmp_path):
+    text = (DATA / "cloud-100g.toml").read_text()
+    (tmp_path / "single.toml").write_text(text.replace("devices_per_node = 8", "devices_per_node = 1"))
+    found = run(devices=4, hardware=str(tmp_path / "single.toml"))
+    assert {row.strategy for row in found.rows} == {"NNN", "NNG", "NGG", "GNG", "GGG"}
+
+
+@pytest.mark.parametrize("scale", [0.06, 0.125, 1.0])
+def test_nothing_is_faster_than_its_network(scale):
+    found = run(hardware="cloud-100g", model="qwen2.5-7b", scale=scale)
+    bytes_per_s = load_cluster("cloud-100g").inter.node_bytes_per_s
+    for row in found.rows:
+        assert row.minibatch_s >= row.network_bytes / bytes_per_s, row
+
+
+def test_a_slow_backward_hides_more():
+    slow, fast = (
+        run("IIG", model="qwen2.5-7b", hardware="cloud-100g", scale=0.125, device_speed=(speed,) * 16)
+        for speed in (0.1, 1.0)
+    )
+    assert slow.row("IIG", "collective").sync_s < fast.row("IIG", "collective").sync_s
+    assert slow.row("IIG", "odc").sync_s == pytest.approx(fast.row("IIG", "odc").sync_s)
+
+
 def test_equal_samples_gain_nothing_from_waiting_less(tmp_path):
     (tmp_path / "equal.txt").write_text("8192\n" * 64)
     found = run("hsdp", lengths=tmp_path / "equal.txt")
@@ -211,21 +263,34 @@ def test_equal_samples_gain_nothing_from_waiting_less(tmp_path):
 
 def test_the_advice_sends_least_of_what_is_about_as_fast_and_then_takes_least_memory():
     found = run(model="qwen2.5-7b")
-    best = found.advised("collective", "odc")
+    best = found.advised()
     assert best.fits
-    near = [row for row in found.rows if row.fits and row.speedup >= best.speedup - 0.02]
+    near = [row for row in found.rows if row.fits and row.speedup >= 0.98 * found.fastest().speedup]
     assert best.network_bytes == min(row.network_bytes for row in near)
     assert advice(found)[0].startswith("Use IIG (PaRO) on demand and lb-mini: ")
-    assert advice(found)[1].startswith(
-        "With collectives the best that fits is IIG (PaRO) with collectives and lb-micro: "
-    )
+    assert advice(found)[1].startswith("Without on-demand transfers the best that fits is IIG (PaRO) with collectives")
     one_node = run(devices=8)
-    assert one_node.advised("collective", "odc").strategy == "GGG"  # nothing is sent, and it takes least memory
+    assert one_node.advised("odc").strategy == "GGG"  # nothing is sent, and it takes least memory
+
+
+def test_a_gain_of_two_percent_is_a_gain_whoever_takes_less_memory():
+    """What is advised may be a little slower than the fastest; whether there is a gain, the fastest says."""
+    found = run("III,IIG")
+    speeds = {("III", "collective"): 1.035, ("IIG", "collective"): 1.016}
+    rows = tuple(replace(row, speedup=speeds.get((row.strategy, row.transport), 1.0)) for row in found.rows)
+    assert advice(replace(found, rows=rows))[0].startswith("Use IIG (PaRO) with collectives")
+    speeds = {("III", "odc"): 1.30, ("IIG", "odc"): 1.281, ("III", "collective"): 1.262}
+    rows = tuple(replace(row, speedup=speeds.get((row.strategy, row.transport), 1.0)) for row in found.rows)
+    assert advice(replace(found, rows=rows))[0].startswith("Use IIG (PaRO) on demand")
+    rows = tuple(replace(row, speedup=1.0) for row in found.rows)
+    assert advice(replace(found, rows=rows)) == [
+        "Keep GGG (ZeRO-3, FSDP) with collectives: nothing that fits gains 2 % here."
+    ]
 
 
 def test_what_does_not_fit_is_not_advised():
     found = run(model="qwen2.5-32b")
-    assert found.advised("collective", "odc") is None
+    assert found.advised() is None
     assert advice(found) == ["No strategy fits: lower --max-tokens, use more devices, or a smaller model."]
 
 
@@ -242,8 +307,9 @@ class TestCommand:
         assert "longalign, qwen2.5-1.5b on 16 devices (2 nodes) of a100-nvswitch-roce" in result.stdout
         rows = list(csv.DictReader((out / "sharding.csv").open()))
         assert [(row["strategy"], row["transport"]) for row in rows[:2]] == [("III", "collective"), ("III", "odc")]
+        assert [row["transport"] for row in rows[-3:]] == ["collective", "collective-deferred", "odc"]
         data = json.loads((out / "sharding.json").read_text())
-        assert (data["nodes"], len(data["rows"]), data["schema_version"]) == (2, 6, 1)
+        assert (data["nodes"], len(data["rows"]), data["schema_version"]) == (2, 7, 1)
         assert (out / "sharding.png").read_bytes().startswith(b"\x89PNG")
 
     def test_json(self):
@@ -253,9 +319,10 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            (("--policy", "lb-mini"), "--policy: here it is lb-micro where ranks wait for others in every microbatch"),
-            (("--sharding", "zero3"), "--sharding: every strategy is run here; choose some with --strategy"),
-            (("--stability", "5"), "--stability: not for odc sharding; leave it out, or use odc simulate"),
+            (("--policy", "lb-mini"), "--policy: not for odc sharding, where it is lb-micro if ranks wait for others"),
+            (("--stability", "5"), "--stability: not for odc sharding"),
+            (("--barrier", "layer"), "--barrier: not for odc sharding"),
+            (("--devices", "1"), "--devices: got 1, expected at least 2 to divide anything over"),
             (("--devices", "12"), "got 12 devices, expected a multiple of 8"),
             (("--strategy", "NIN"), "sharding 'NIN': the optimizer state (N) is divided more coarsely"),
         ],
@@ -266,6 +333,12 @@ class TestCommand:
         assert message in result.stderr
         assert len(result.stderr.strip().splitlines()) == 1
 
+    def test_a_study_file_is_no_way_around(self, tmp_path):
+        (tmp_path / "study.toml").write_text('engine = "event"\n')
+        result = self.call("--config", tmp_path / "study.toml")
+        assert result.exit_code == 2
+        assert "--engine: not for odc sharding" in result.stderr
+
     def test_left_out_on_one_node(self):
         assert "left out: III, IIG: on one node I is G" in self.call("--strategy", "hsdp,IIG").stdout
 
@@ -273,14 +346,18 @@ class TestCommand:
 def test_committed_studies_are_what_the_command_says():
     """docs/when-odc-loses.md takes its numbers from them."""
     folder = Path(__file__).parent.parent / "reports" / "sharding"
-    data = json.loads((folder / "100g-8k-2-nodes" / "sharding.json").read_text())
-    arguments = shlex.split(data["command"])[1:-2]
-    assert arguments[0] == "sharding"
-    result = CliRunner().invoke(app, [*arguments, "--json"])
-    again = {(row["strategy"], row["transport"]): row["speedup"] for row in json.loads(result.stdout)["rows"]}
-    assert again == pytest.approx({(row["strategy"], row["transport"]): row["speedup"] for row in data["rows"]})
+    numbers = ("speedup", "sync_s", "peak_bytes", "network_bytes", "minibatch_s")
+    for name in ("100g-8k-2-nodes", "800g-64k-4-nodes"):
+        data = json.loads((folder / name / "sharding.json").read_text())
+        arguments = shlex.split(data["command"])[1:-2]
+        assert arguments[0] == "sharding"
+        again = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
+        for row, other in zip(data["rows"], again["rows"], strict=True):
+            assert (row["strategy"], row["transport"]) == (other["strategy"], other["transport"])
+            assert [row[n] for n in numbers] == pytest.approx([other[n] for n in numbers])
     rows = list(csv.DictReader((folder / "paper_hybrid.csv").open()))
-    assert max(float(row["IIG odc / IIG collective"]) for row in rows) == 1.277
+    assert max(float(row["IIG odc / IIG collective"]) for row in rows) == 1.229
+    assert max(float(row["the same, neither hides the sync"]) for row in rows) == 1.267
 
 
 def test_meets():

@@ -197,7 +197,7 @@ class Lab:
 
     def host(self) -> None:  # pragma: cuda-only
         """Enqueuing a unit."""
-        self.draft.host = measure_host(self.pace, host_model(self.options.models, 0.9 * self._agreed_free_bytes()))
+        self.draft.host = measure_host(self.pace, host_model(0.9 * self._agreed_free_bytes()))
 
     def beside_layers(self, **options: Any) -> None:
         """What transfers and copies of a layer's own size cost that layer."""

@@ -32,6 +32,7 @@ NUM_WARPS = 16
 LEAN_BLOCK = 256
 LEAN_SHARED_BYTES = 5120
 LEAN_REGISTERS = 32  # a thread, of one warp
+LEAN_ALIGNMENT = 16  # elements; where Triton knows of it, loads are of 16 bytes and asynchronous
 SUM_BLOCK = 2048  # of drain
 SUM_WARPS = 4
 
@@ -70,7 +71,8 @@ def scatter_accumulate(
         method: `triton` on GPUs; on a CPU `torch`, or `triton` where the kernels are interpreted.
         num_programs: Triton programs to launch, of 512 threads each, or 32 with `lean`.
         lean: launch the kernel that fits beside matrix products, where the other one waits for one to end, and costs
-            them less. Within one GPU it takes 1.4 times as long alone; between GPUs it is not measured
+            them less; not for shards that are no multiple of 16 elements, whose loads it could not keep in flight.
+            Within one GPU it takes 1.4 times as long alone; between GPUs it is not measured
             (reports/kernels-h200/one-gpu).
 
     Raises:
@@ -88,6 +90,8 @@ def scatter_accumulate(
         raise InputError(
             f"scatter_accumulate: got scale {scale:g} with overwrite, which copies; scale in drain instead"
         )
+    if lean and overwrite:
+        raise InputError("scatter_accumulate: lean is a way to add, and overwrite does not")
     if skip_self and not overwrite:
         raise InputError("scatter_accumulate: skip_self is only for overwrite")
     slot_numel = _slot_numel(window, deterministic)
@@ -217,7 +221,7 @@ def _push_triton(
         )
     arguments = (gradients, window.addresses, shard_numel, start, window.rank, window.world_size, scale)
     grid = (launch.programs(window.device, num_programs),)
-    if lean:
+    if lean and shard_numel % LEAN_ALIGNMENT == 0:
         kernel = launch.kernels().push_add_lean_kernel
         kernel[grid](*arguments, **lean_options(gradients.element_size()))
     else:

@@ -82,6 +82,7 @@ PLANNED_WITHOUT = frozenset(
     {
         *("schedule", "baseline", "engine", "barrier", "forward_prefetch", "backward_prefetch", "collectives"),
         *("separate_reduce", "port_contention", "device_speed", "jitter", "stability", "calibration_error"),
+        *("sharding", "gather_dtype", "recipe", "chunked_loss_tokens"),
     }
 )
 """Fields of a study that no plan depends on."""

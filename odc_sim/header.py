@@ -27,6 +27,7 @@ KINDS = {
     "a plan (odc plan)": ("groups", "minibatches"),
     "a calibration (odc calibrate)": ("transfers", "fits"),
     "results (odc simulate)": ("rows", "bounds"),
+    "sharding strategies (odc sharding)": ("left_out", "rows"),
     "a validation (odc validate)": ("runs", "between_runs"),
     "a sweep (odc sweep)": ("sweep", "points"),
 }

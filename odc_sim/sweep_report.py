@@ -15,8 +15,13 @@ from odc_sim.sweep_results import SweepResults
 if TYPE_CHECKING:
     from rich.console import Console
 
-OTHER_WORK = frozenset({"workload", "lengths", "column", "model", "hardware", "scale", "overlong", "plan"})
-"""Fields whose values make a sample something else, or the machine."""
+OTHER_WORK = frozenset(
+    {
+        *("workload", "lengths", "column", "scale", "overlong", "max_tokens", "seed", "plan", "model"),
+        *("hardware", "device_speed"),
+    }
+)
+"""Fields whose values make samples something else, or the machine. `max_tokens` may clip, drop or scale them."""
 
 
 def csv_text(results: SweepResults) -> str:

@@ -470,6 +470,8 @@ def wrong_arguments_are_refused(setup: Setup) -> None:
             scatter_accumulate(window, shards, overwrite=True, deterministic=True, scale=0.5)
         with raises(InputError, "skip_self is only for overwrite"):
             scatter_accumulate(window, shards, skip_self=True)
+        with raises(InputError, "lean is a way to add"):
+            scatter_accumulate(window, shards, lean=True, overwrite=True, deterministic=True)
         with raises(InputError, "drain: got scale 0.5 in the atomic layout"):
             drain(window, 4, scale=0.5)
         with raises(InputError, "drain: got [8, 12), expected a range within [0, 10)"):

@@ -315,7 +315,9 @@ def sharding(
     ctx: typer.Context,
     strategy: Annotated[
         list[str] | None,
-        Option(help="letters as in IIG, or ddp, zero1, zero2, zero3, hsdp; repeatable  [default: all 14]"),
+        Option(
+            help="letters as in IIG, or ddp, zero1, zero2, hsdp, paro; repeatable, always with zero3  [default: all 14]"
+        ),
     ] = None,
     out: Annotated[Path | None, Option(help="folder for sharding.csv, .json and .png")] = None,
     json_output: Annotated[bool, Option("--json", help="for machines")] = False,

@@ -28,8 +28,8 @@ HOST_TOKENS = 64
 HOST_WARM, HOST_REPEATS = 2, 6
 HOST_MODEL, SMALL_HOST_MODEL = "qwen2.5-1.5b", "tiny"
 """Whatever model is asked for. Of much larger ones the device could be the slower even with few tokens, since their
-parameters move all the same. A small stand-in will not do: the host of an H200 took a tenth to a third longer for 1.5B's
-forwards than for the layers of `tiny`, up to two fifths for its backwards (2026-11-30, on a GPU alone)."""
+parameters move all the same. A small stand-in will not do: the host of an H200 took a tenth to a third longer for
+1.5B's forwards than for those of `tiny`, up to two fifths for its backwards (2026-11-30, on a GPU alone)."""
 HOST_BYTES_EACH = 12
 """Of a parameter: whole in fp32, its shard and the gradient's, and some room."""
 

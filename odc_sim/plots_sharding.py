@@ -11,10 +11,13 @@ from odc_sim.header import write_bytes, write_json
 from odc_sim.plots_style import FAINT, INK, SCHEDULE_COLOURS, SMALL, legend, new_figure, save_png, tidy
 from odc_sim.sharding import SHOWN
 from odc_sim.sharding_study import ShardingResults
+from odc_sim.table_sharding import title
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+APART = {"collective": -0.13, "collective-deferred": 0.0, "odc": 0.13}
+"""Of a line, so that equal values do not hide each other."""
 NAMES = {"collective": "with collectives", "collective-deferred": "deferred", "odc": "on demand"}
 
 
@@ -39,18 +42,19 @@ def sharding_figure(results: ShardingResults) -> "Figure":
     from matplotlib.lines import Line2D
 
     names = list(dict.fromkeys(row.strategy for row in results.rows))
-    figure = new_figure(1.3 + 0.27 * len(names))
+    figure = new_figure(1.5 + 0.27 * len(names))
     speed, memory, network = figure.subplots(1, 3, sharey=True, width_ratios=[1.3, 1.0, 1.0])
     limit_gb = results.inputs.machine.cluster.device.memory_bytes / 1e9
     for row in results.rows:
-        y, colour = names.index(row.strategy), SCHEDULE_COLOURS[row.transport]
+        y, colour = names.index(row.strategy) + APART[row.transport], SCHEDULE_COLOURS[row.transport]
         look = {"s": 42, "color": colour, "alpha": 1.0 if row.fits else 0.3, "linewidth": 0, "zorder": 3}
         speed.scatter([row.speedup], [y], **look)
         memory.scatter([row.peak_bytes / 1e9], [y], **look)
         network.scatter([row.network_bytes / 1e9], [y], **look)
     for y, name in enumerate(names):
         ends = [row.speedup for row in results.rows if row.strategy == name]
-        speed.plot([min(ends), max(ends)], [y, y], color=FAINT, linewidth=1.0, zorder=2)
+        speed.plot([min(ends), max(ends)], [y, y], color="#D0D0D0", linewidth=1.0, zorder=2)
+    speed.axvline(1.0, color=FAINT, linewidth=1.0, linestyle="--")
     memory.axvline(limit_gb, color=FAINT, linewidth=1.0, linestyle="--")
     memory.text(limit_gb, -0.75, f" {limit_gb:.0f} GB", fontsize=SMALL, color=FAINT, va="center")
     labels = [f"{SHOWN[name].split(',')[0]}   {name}" if name in SHOWN else name for name in names]
@@ -72,4 +76,5 @@ def sharding_figure(results: ShardingResults) -> "Figure":
     ]
     handles.append(Line2D([], [], marker="o", linestyle="", color=FAINT, alpha=0.4, label="pale: does not fit"))
     legend(figure, handles, 4)
+    figure.supxlabel(title(results), x=0.01, ha="left", fontsize=SMALL, color=FAINT)
     return figure

@@ -34,7 +34,10 @@ from odc_sim.memory import RECIPES, Recipe
 
 Granularity = Literal["N", "I", "G"]
 GRANULARITIES: tuple[Granularity, ...] = get_args(Granularity)
-ALIASES = {"ddp": "NNN", "zero1": "NNG", "zero2": "NGG", "zero3": "GGG", "fsdp": "GGG", "mics": "III", "hsdp": "III"}
+ALIASES = {
+    **{"ddp": "NNN", "zero1": "NNG", "zero2": "NGG", "zero3": "GGG", "fsdp": "GGG"},
+    **{"mics": "III", "hsdp": "III", "paro": "IIG"},
+}
 SHOWN = {"NNN": "DDP", "NNG": "ZeRO-1", "NGG": "ZeRO-2", "GGG": "ZeRO-3, FSDP", "III": "HSDP, MiCS", "IIG": "PaRO"}
 """What tables call some of them besides."""
 BF16_BYTES, FP32_BYTES = 2, 4
@@ -130,7 +133,7 @@ def parse_strategy(text: str) -> Strategy:
     Raises:
         InputError: there is none of that name, or the optimizer would be divided more coarsely than the rest.
     """
-    name = ALIASES.get(text.lower(), text.upper())
+    name = ALIASES.get(text.lower().replace("-", ""), text.upper())
     found = {strategy.name: strategy for strategy in STRATEGIES}
     if name in found:
         return found[name]

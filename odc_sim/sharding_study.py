@@ -111,11 +111,21 @@ class ShardingResults:
         """JSON-able."""
         study = self.inputs.study
         inputs = self.inputs
-        about = {"model": inputs.model.name, "hardware": inputs.machine.name, "workload": inputs.workload_name}
-        sizes = {"devices": study.devices, "nodes": self.nodes, "minibatch_size": study.minibatch_size}
-        how = {name: getattr(study, name) for name in ("scale", "recipe", "gather_dtype", "collectives")}
-        rows = [asdict(row) for row in self.rows]
-        return about | sizes | {"max_tokens": inputs.max_tokens} | how | {"left_out": list(self.left_out), "rows": rows}
+        from odc_sim.table_sharding import advice
+
+        return {
+            "study": study.model_dump(mode="json"),
+            "model": inputs.model.name,
+            "hardware": inputs.machine.name,
+            "workload": inputs.workload_name,
+            "nodes": self.nodes,
+            "max_tokens": inputs.max_tokens,
+            "memory_bytes": inputs.machine.cluster.device.memory_bytes,
+            "compute": inputs.compute.provenance,
+            "left_out": list(self.left_out),
+            "rows": [asdict(row) for row in self.rows],
+            "advice": advice(self),
+        }
 
 
 def _check(study: Study) -> None:

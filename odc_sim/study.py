@@ -157,7 +157,8 @@ def make_study(fields: dict[str, Any], where: str = "") -> Study:
             text = first["msg"].removeprefix("Value error, ")
             raise InputError(f"{prefix}{place}: {text}" if place else f"{prefix}{text}") from None
         message = first["msg"].removeprefix("Input should be ")
-        raise InputError(f"{prefix}{place}: got {show(first['input'])}, expected {message}") from None
+        elsewhere = "; odc sharding plays the others" if place == "sharding" else ""
+        raise InputError(f"{prefix}{place}: got {show(first['input'])}, expected {message}{elsewhere}") from None
 
 
 def load_study(path: str | Path, overrides: dict[str, Any] | None = None) -> Study:

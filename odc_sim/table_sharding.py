@@ -1,13 +1,27 @@
 """Sharding strategies as text: one line each, with collectives and on demand, then what to use."""
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from odc_sim.sharding import SHOWN
 from odc_sim.sharding_study import FREE_POLICY, LOCKSTEP_POLICY, STOCK, WORTH_IT, Row, ShardingResults
+from odc_sim.study import Study
 from odc_sim.transfers import weakest
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+IN_TITLE = ("workload", "lengths", "column", "model", "hardware", "devices", "minibatch_size", "minibatches", "seed")
+"""Fields of a study that the title tells; others are told where they are not the default."""
+TIGHT = 0.9
+"""Of a device's memory: what the allocator leaves unused between its blocks may take the rest."""
+NEEDS = {
+    "NNN": "DDP's no_sync()",
+    "NNI": "no_sync()",
+    "NNG": "ZeRO-1 with gradients summed on the rank",
+    "III": "FSDP2's set_requires_all_reduce(False)",
+}
+"""What keeps the stock implementation from making nodes equal in every microbatch."""
 
 
 def print_sharding(results: ShardingResults, console: "Console") -> None:
@@ -17,92 +31,133 @@ def print_sharding(results: ShardingResults, console: "Console") -> None:
         console.print(text, style=style or None, markup=False, highlight=False)
 
     symbols = console.encoding.lower().startswith("utf")
-    study, inputs = results.inputs.study, results.inputs
-    memory_gb = inputs.machine.cluster.device.memory_bytes / 1e9
-    nodes = f"{results.nodes} node{'s' * (results.nodes > 1)}"
-    line(
-        f"{inputs.workload_name}, {inputs.model.name} on {study.devices} devices ({nodes}) of {inputs.machine.name}: "
-        f"{study.minibatches} minibatches of {study.minibatch_size} samples a device, "
-        f"max_tokens {inputs.max_tokens:,}, recipe {study.recipe}, seed {study.seed}",
-        "bold",
-    )
+    line(title(results), "bold")
     line()
     for number, text in enumerate(lines(results, symbols)):
         line(text, "bold" if number < 2 else "")
     line()
-    line("parameters, gradients, optimizer state: N not divided, I over the ranks of a node, G over all")
-    line(
-        f"speedup over GGG with collectives, {LOCKSTEP_POLICY} where ranks wait for others in every microbatch, else "
-        f"{FREE_POLICY}; * fastest that fits"
-    )
-    no = "✗" if symbols else "!"
-    line(f"memory: estimates against {memory_gb:.1f} GB, the larger of both transports; {no} does not fit")
-    line(
-        "network: GB that a node sends to others in a minibatch; sync: making nodes equal at its end, beyond what the "
-        "last backward hides (nothing of gradients that were pushed on demand, or beside gathers over the network)"
-    )
-    provenance = weakest([row.provenance for row in results.rows])
-    transfers = f"transfers {provenance}, between nodes once a minibatch analytic"
-    line(f"sources: compute {inputs.compute.provenance}, {transfers}, memory analytic")
-    if results.left_out:
-        same = "on one node I is G" if results.nodes == 1 else "on nodes of one device I is N"
-        line(f"left out: {', '.join(results.left_out)}: {same}")
+    for text in notes(results, symbols):
+        line(text)
     line()
     for text in advice(results):
         line(text, "bold")
 
 
+def title(results: ShardingResults) -> str:
+    """What was asked, in one line."""
+    study, inputs = results.inputs.study, results.inputs
+    nodes = f"{results.nodes} node{'s' * (results.nodes > 1)}"
+    text = (
+        f"{inputs.workload_name}, {inputs.model.name} on {study.devices} devices ({nodes}) of {inputs.machine.name}: "
+    )
+    text += f"{study.minibatches} minibatches of {study.minibatch_size} samples a device, seed {study.seed}"
+    default = Study()
+    for name in Study.model_fields:
+        value = getattr(study, name)
+        if name not in IN_TITLE and value != getattr(default, name):
+            text += f", {name.replace('_', ' ')} {value}"
+    return text
+
+
 def lines(results: ShardingResults, symbols: bool) -> list[str]:
     """The table, two lines of heading first."""
     found = [
-        f"{'':8} {'':13} {'state':>6} {'peak':>7}  {'with collectives':^41}  {'on demand':^32}",
-        f"{'sharding':8} {'known as':13} {'GB':>6} {'GB':>7}  {'wait for':9} {'network':>8} {'sync':>8} "
-        f"{'speedup':>13}  {'network':>8} {'sync':>8} {'speedup':>14}",
+        f"{'':8} {'':13} {'with collectives':^51} {'on demand':^41}",
+        f"{'sharding':8} {'known as':13} {'wait for':9} {'network':>9} {'sync':>8} {'peak':>8} {'speedup':>13}  "
+        f"{'network':>9} {'sync':>8} {'peak':>8} {'speedup':>13}",
     ]
+    stars = recommended(results)
     by_name: dict[str, list[Row]] = {}
     for row in results.rows:
         name = f"{row.strategy} deferred" if row.transport == "collective-deferred" else row.strategy
         by_name.setdefault(name, []).append(row)
     for name, rows in by_name.items():
-        mark = " " if all(row.fits for row in rows) else "✗" if symbols else "!"
         letters, _, deferred = name.partition(" ")
-        state_gb, peak_gb = max(row.state_bytes for row in rows) / 1e9, max(row.peak_bytes for row in rows) / 1e9
-        text = f"{letters:8} {deferred or SHOWN.get(letters, ''):13} {state_gb:6.1f} {peak_gb:6.1f}{mark}"
-        text += f"  {rows[0].meets:9}"
+        text = f"{letters:8} {deferred or SHOWN.get(letters, ''):13} {rows[0].meets:9}"
         for row in rows:
-            text += f" {row.network_bytes / 1e9:8.1f} {1e3 * row.sync_s:5.0f} ms {_speedup(row, results, symbols):>13} "
+            mark = " " if row.fits else "✗" if symbols else "!"
+            text += f" {row.network_bytes / 1e9:6.1f} GB {1e3 * row.sync_s:5.0f} ms {row.peak_bytes / 1e9:5.1f}{mark}GB"
+            text += f" {_speedup(row, symbols, star=row in stars):>13} "
         found.append(text.rstrip())
     return found
 
 
-def _speedup(row: Row, results: ShardingResults, symbols: bool) -> str:
+def _speedup(row: Row, symbols: bool, *, star: bool) -> str:
     low, high = row.speedup_ci95
     half = f"{(high - low) / 2:.2f}".removeprefix("0")
-    return f"{row.speedup:.2f}x {'±' if symbols else '+-'}{half}{'*' if row is results.fastest() else ' '}"
+    return f"{row.speedup:.2f}x {'±' if symbols else '+-'}{half}{'*' if star else ' '}"
+
+
+def notes(results: ShardingResults, symbols: bool) -> Iterator[str]:
+    """What a reader must know."""
+    inputs = results.inputs
+    memory_gb = inputs.machine.cluster.device.memory_bytes / 1e9
+    yield "parameters, gradients, optimizer state: N not divided, I over the ranks of a node, G over all"
+    yield (
+        f"speedup over GGG with collectives; {LOCKSTEP_POLICY} where ranks wait for others in every microbatch, else "
+        f"{FREE_POLICY}, which is part of the gain"
+    )
+    yield (
+        f"* advised: of what fits and is within {WORTH_IT:.0%} of the fastest, it sends least between nodes, then "
+        "takes least memory"
+    )
+    yield f"peak: estimated memory of {memory_gb:.1f} GB; {'✗' if symbols else '!'} does not fit"
+    yield (
+        "sync: once a minibatch nodes are made equal; what the last backward does not hide of it (it hides nothing of "
+        "gradients that were pushed on demand, or beside gathers over the network)"
+    )
+    shown = {row.strategy for row in results.rows}
+    needs = [f"{name} {how}" for name, how in NEEDS.items() if name in shown]
+    if needs:
+        yield f"once a minibatch, and unequal microbatch counts, need {'; '.join(needs)}"
+    if results.nodes > 1:
+        ring = inputs.study.collectives == "ring"
+        yield (
+            f"network: GB that a node sends to others in a minibatch; collectives over all ranks are "
+            f"{'flat rings, which send up to twice what --collectives two-level would' if ring else 'two-level'}"
+        )
+    provenance = weakest([row.provenance for row in results.rows])
+    between = ", between nodes once a minibatch analytic" if results.nodes > 1 else ""
+    yield f"sources: compute {inputs.compute.provenance}, transfers {provenance}{between}, memory analytic"
+    if results.left_out:
+        same = "on one node I is G" if results.nodes == 1 else "on nodes of one device I is N"
+        yield f"left out: {', '.join(results.left_out)}: {same}"
+
+
+def recommended(results: ShardingResults) -> list[Row]:
+    """What to use, and if that transfers on demand, what else without; nothing where nothing gains."""
+    fastest, stock = results.fastest(), results.fastest(*STOCK)
+    if fastest is None or fastest.speedup < 1 + WORTH_IT:
+        return []
+    enough = stock is not None and stock.speedup >= fastest.speedup * (1 - WORTH_IT)
+    found = [] if enough else [results.advised()]
+    if stock is not None and stock.speedup >= 1 + WORTH_IT:
+        found.append(results.advised(*STOCK))
+    return [row for row in found if row is not None]
 
 
 def advice(results: ShardingResults) -> list[str]:
     """What to use, in words."""
-    fastest, stock = results.fastest(), results.fastest(*STOCK)
-    if fastest is None or stock is None:
+    found = recommended(results)
+    if results.fastest() is None:
         return ["No strategy fits: lower --max-tokens, use more devices, or a smaller model."]
-    if fastest.speedup < 1 + WORTH_IT:
+    if not found:
         return ["Keep GGG (ZeRO-3, FSDP) with collectives: nothing that fits gains 2 % here."]
-    if stock.speedup >= fastest.speedup * (1 - WORTH_IT):
-        return [f"Use {_use(results.advised(*STOCK))}. On-demand transfers add nothing worth it."]
-    without = (
-        f"the best that fits is {_use(results.advised(*STOCK))}"
-        if stock.speedup >= 1 + WORTH_IT
-        else "nothing gains 2 %"
-    )
-    return [f"Use {_use(results.advised())}.", f"Without on-demand transfers {without}."]
+    first = f"Use {_use(results, found[0])}."
+    if found[0].transport != "odc":
+        return [f"{first} On-demand transfers add nothing worth it."]
+    return [
+        first,
+        f"Without on-demand transfers {f'use {_use(results, found[1])}' if found[1:] else 'nothing gains 2 %'}.",
+    ]
 
 
-def _use(row: Row | None) -> str:
-    assert row is not None  # there is a fastest one, and it is among those near it
+def _use(results: ShardingResults, row: Row) -> str:
     known = f" ({SHOWN[row.strategy]})" if row.strategy in SHOWN else ""
     how = {"odc": "on demand", "collective": "with collectives"}.get(row.transport, "deferred")
-    return (
-        f"{row.strategy}{known} {how} and {row.policy}: {100 * (row.speedup - 1):.0f} % more throughput than GGG with "
-        f"collectives, {row.peak_bytes / 1e9:.0f} GB at the peak, {row.network_bytes / 1e9:.1f} GB a node to others"
-    )
+    memory_bytes = results.inputs.machine.cluster.device.memory_bytes
+    text = f"{row.strategy}{known} {how}, {row.policy}: {100 * (row.speedup - 1):.0f} % more throughput than the "
+    text += f"baseline, {row.peak_bytes / 1e9:.0f} GB at the peak"
+    if row.peak_bytes > TIGHT * memory_bytes:
+        text += f" (tight: {row.peak_bytes / memory_bytes:.0%} of a device)"
+    return text + (f", {row.network_bytes / 1e9:.1f} GB from each node to others" if row.network_bytes else "")

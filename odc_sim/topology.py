@@ -126,7 +126,8 @@ def make_topology(cluster: "Cluster", world_size: int, collectives: Collectives 
     if world_size > size and cluster.inter is None:
         raise InputError(
             f"got {world_size} devices, expected at most {size}: {cluster.name} describes one node; "
-            "add an [inter] section to its file to use more"
+            f"to use more, add an [inter] section to its TOML (odc hardware {cluster.name} --toml > mine.toml; "
+            "odc hardware h100-ib --toml shows one)"
         )
     if world_size > size and world_size % size:
         raise InputError(

@@ -267,8 +267,8 @@ def test_the_advice_sends_least_of_what_is_about_as_fast_and_then_takes_least_me
     assert best.fits
     near = [row for row in found.rows if row.fits and row.speedup >= 0.98 * found.fastest().speedup]
     assert best.network_bytes == min(row.network_bytes for row in near)
-    assert advice(found)[0].startswith("Use IIG (PaRO) on demand and lb-mini: ")
-    assert advice(found)[1].startswith("Without on-demand transfers the best that fits is IIG (PaRO) with collectives")
+    assert advice(found)[0].startswith("Use IIG (PaRO) on demand, lb-mini: ")
+    assert advice(found)[1].startswith("Without on-demand transfers use IIG (PaRO) with collectives, lb-micro: ")
     one_node = run(devices=8)
     assert one_node.advised("odc").strategy == "GGG"  # nothing is sent, and it takes least memory
 

@@ -116,7 +116,8 @@ class TestWhoSharesWhat:
         with pytest.raises(InputError, match="got 12 devices, expected a multiple of 8"):
             make_topology(load_cluster("a100-nvswitch-roce"), 12)
         with pytest.raises(
-            InputError, match=r"expected at most 8: h200-nvlink describes one node; add an \[inter\] section"
+            InputError,
+            match=r"expected at most 8: h200-nvlink describes one node; to use more, add an \[inter\] section",
         ):
             make_topology(load_cluster("h200-nvlink"), 16)
 

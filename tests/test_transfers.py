@@ -268,7 +268,8 @@ def test_more_parameters_never_take_less_time(one, other, world_size, one_sided,
             H200,
             16,
             "got 16 devices, expected at most 8: h200-nvlink describes one node; "
-            r"add an \[inter\] section to its file to use more",
+            r"to use more, add an \[inter\] section to its TOML \(odc hardware h200-nvlink --toml > mine.toml; "
+            r"odc hardware h100-ib --toml shows one\)",
         ),
         (A100, 12, "got 12 devices, expected a multiple of 8, the devices of one node of a100-nvswitch-roce"),
     ],

@@ -31,6 +31,7 @@ from odc_sim.transfers import TransferCosts, transfer_costs
 
 LARGEST_WITH_FLOWS = 16
 """Devices up to which a timeline has every flow between ranks."""
+OTHER_STRATEGIES = "several nodes: odc sharding plays HSDP, PaRO and others, which send less between them"
 CAP_SHARE = 1.05
 """The longest sample is said to bind when it makes the lower bound this much larger than the balanced share."""
 
@@ -349,6 +350,7 @@ def _results(
             *sources,
             *((inputs.machine.note,) if inputs.machine.note else ()),
             _memory_note(inputs),
+            *([OTHER_STRATEGIES] if study.devices > inputs.machine.cluster.devices_per_node else ()),
             *_unusual(study),
         ),
         study=study.model_dump(mode="json"),

@@ -348,7 +348,7 @@ def sharding(
         from odc_sim.report import make_directory
         from odc_sim.sharding import chosen_strategies
         from odc_sim.sharding_study import shard
-        from odc_sim.table_sharding import print_sharding
+        from odc_sim.table_sharding import advice, print_sharding
 
         study = _study(config, fields, ctx)
         strategies = chosen_strategies(strategy or ())
@@ -356,7 +356,7 @@ def sharding(
             make_directory(out)
         with progress_bar() as progress:
             found = shard(study, strategies, progress)
-        data = header(_command(), study.seed) | found.as_dict()
+        data = header(_command(), study.seed) | found.as_dict() | {"advice": advice(found)}
         if out is not None:
             from odc_sim.plots_sharding import write_sharding
 

@@ -38,11 +38,10 @@ LOCKSTEP_POLICY, FREE_POLICY = "lb-micro", "lb-mini"
 """Where ranks wait for each other in every microbatch, and where they do not."""
 
 
-UNUSED = (
-    *("policy", "schedule", "baseline", "pad_microbatches", "batch_minibatches", "stability", "calibration_error"),
-    *("plan", "engine", "barrier"),
-)
-"""Fields of a study that may not be given here: they would change nothing, or what a strategy is."""
+SETTLED = ("policy", "schedule", "baseline", "pad_microbatches", "batch_minibatches")
+"""Fields of a study that strategies settle."""
+UNUSED = ("stability", "calibration_error", "plan", "engine", "barrier")
+"""Those that are not for this."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,12 +108,9 @@ class ShardingResults:
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-able."""
-        study = self.inputs.study
         inputs = self.inputs
-        from odc_sim.table_sharding import advice
-
         return {
-            "study": study.model_dump(mode="json"),
+            "study": inputs.study.model_dump(mode="json"),
             "model": inputs.model.name,
             "hardware": inputs.machine.name,
             "workload": inputs.workload_name,
@@ -124,17 +120,16 @@ class ShardingResults:
             "compute": inputs.compute.provenance,
             "left_out": list(self.left_out),
             "rows": [asdict(row) for row in self.rows],
-            "advice": advice(self),
         }
 
 
 def _check(study: Study) -> None:
-    for field in UNUSED:
+    for field in (*SETTLED, *UNUSED):
         if getattr(study, field) != Study.model_fields[field].default:
-            raise InputError(
-                f"--{field.replace('_', '-')}: not for odc sharding, where it is {LOCKSTEP_POLICY} if ranks wait for "
-                f"others in every microbatch, else {FREE_POLICY}; leave it out, or use odc simulate"
-            )
+            settled = f", which deals by {LOCKSTEP_POLICY} where ranks wait for others in every microbatch, else by "
+            settled = f"{settled}{FREE_POLICY}" if field in SETTLED else ""
+            flag = f"--{field.replace('_', '-')}"
+            raise InputError(f"{flag}: not for odc sharding{settled}; leave it out, or use odc simulate")
     if study.devices < 2:
         raise InputError(f"--devices: got {study.devices}, expected at least 2 to divide anything over")
 

@@ -319,9 +319,12 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            (("--policy", "lb-mini"), "--policy: not for odc sharding, where it is lb-micro if ranks wait for others"),
+            (
+                ("--policy", "lb-mini"),
+                "--policy: not for odc sharding, which deals by lb-micro where ranks wait for others",
+            ),
             (("--stability", "5"), "--stability: not for odc sharding"),
-            (("--barrier", "layer"), "--barrier: not for odc sharding"),
+            (("--barrier", "layer"), "--barrier: not for odc sharding; leave it out, or use odc simulate"),
             (("--devices", "1"), "--devices: got 1, expected at least 2 to divide anything over"),
             (("--devices", "12"), "got 12 devices, expected a multiple of 8"),
             (("--strategy", "NIN"), "sharding 'NIN': the optimizer state (N) is divided more coarsely"),

@@ -100,6 +100,9 @@ class Order:
         }
 
 
+ON_A_CPU = "ranks on a CPU: whatever else ran on it is in these numbers; they show how it goes, not how far to trust it"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Validation:
     """All runs, and runs against each other."""
@@ -213,7 +216,8 @@ def validate(
 
 def _compared(runs: Sequence[RunValidation], tolerance_percent: float) -> Validation:
     baselines: list[RunValidation] = []
-    speedups, orders, notes = [], [], []
+    speedups, orders = [], []
+    notes = [ON_A_CPU] if any((r.run.config.device, r.run.config.compute) == ("cpu", "real") for r in runs) else []
     between: dict[str, tuple[Difference, ...]] = {}
     # the usual baseline comes first, then runs as they were named
     for each in sorted(runs, key=lambda each: each.run.label != BASELINE):

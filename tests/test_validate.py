@@ -151,6 +151,7 @@ class TestExactRuns:
     def test_on_a_cpu_nothing_overlaps(self, runs, tmp_path, plans):
         folder = shutil.copytree(runs["odc"], tmp_path / "cpu")
         write_config(folder, run_config(plans["lb-mini"], "odc", device="cpu"))
+        assert check(folder).notes[0].startswith("ranks on a CPU: whatever else ran on it is in these numbers")
         (cpu,), (gpu,) = check(folder).runs, check(runs["odc"]).runs
         assert cpu.step.predicted > gpu.step.predicted
         assert cpu.prediction.slowdown_s.sum() == 0.0

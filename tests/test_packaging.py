@@ -90,7 +90,7 @@ def test_importing_the_package_loads_none_of_its_modules():
 
 
 def test_the_public_names_resolve_on_first_use():
-    assert sorted(odc_sim.__all__) == ["Results", "Study", "plan", "simulate"]
+    assert sorted(odc_sim.__all__) == ["Results", "Study", "plan", "shard", "simulate"]
     assert all(callable(getattr(odc_sim, name)) for name in odc_sim.__all__)
     with pytest.raises(AttributeError, match="no attribute 'simulat'"):
         _ = odc_sim.simulat

@@ -29,12 +29,8 @@ DATA = Path(__file__).parent.parent / "odc_sim" / "hardware_data"
 SMALL = {"devices": 16, "minibatches": 4}
 
 
-def silent(what, done, total):
-    """No progress."""
-
-
 def run(*names, **study):
-    return shard(Study(**(SMALL | study)), chosen_strategies(names), silent)
+    return shard(Study(**(SMALL | study)), chosen_strategies(names))
 
 
 # What a strategy is.

@@ -19,17 +19,13 @@ SCALE = 0.125
 """LongAlign to 8K tokens, 2K on average."""
 
 
-def silent(what: str, done: int, total: int) -> None:
-    """No progress."""
-
-
 def main() -> None:
     """Print and write a row for each."""
     rows = []
     for model, devices in CASES:
         for size in MINIBATCH_SIZES:
             study = Study(model=model, devices=devices, minibatch_size=size, scale=SCALE)
-            found = shard(study, chosen_strategies(["IIG"]), silent)
+            found = shard(study, chosen_strategies(["IIG"]))
             on_demand, collective = found.row("IIG", "odc"), found.row("IIG", "collective")
             unhidden_s = collective.minibatch_s - collective.sync_s + on_demand.sync_s
             rows.append(

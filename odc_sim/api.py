@@ -74,7 +74,7 @@ class Simulation:
         if self.inputs.study.devices > LARGEST_WITH_FLOWS:
             rules = replace(rules, port_contention=False)
         load = _load(self.inputs, plan).part(slice(minibatch, minibatch + 1))
-        costs = _transfers(self.inputs, rules)
+        costs = transfers_of(self.inputs, one_sided=rules.one_sided, world_size=self.inputs.study.devices)
         durations = build_durations(load, self.inputs.compute, costs, self.inputs.machine.cluster, rules)
         return play(durations, rules, 0)
 
@@ -148,7 +148,10 @@ def _run(study: Study, progress: Progress, perturbation: Perturbation | None = N
                 raise
             plans[name] = f"cannot be planned: {error}"
 
-    compute, transfers = inputs.compute, {s.name: _transfers(inputs, s) for s, _ in cells}
+    compute, transfers = (
+        inputs.compute,
+        {s.name: transfers_of(inputs, one_sided=s.one_sided, world_size=inputs.study.devices) for s, _ in cells},
+    )
     if perturbation is not None:
         compute = perturbation.compute(compute)
         transfers = {s.name: perturbation.transfers(transfers[s.name], one_sided=s.one_sided) for s, _ in cells}
@@ -193,12 +196,13 @@ def schedule_of(study: Study, name: str) -> Schedule:
     )
 
 
-def _transfers(inputs: Inputs, schedule: Schedule) -> TransferCosts:
+def transfers_of(inputs: Inputs, *, one_sided: bool, world_size: int) -> TransferCosts:
+    """Of a model divided over so many ranks, as the machine runs them."""
     costs = transfer_costs(
         inputs.model,
         inputs.machine.cluster,
-        world_size=inputs.study.devices,
-        one_sided=schedule.one_sided,
+        world_size=world_size,
+        one_sided=one_sided,
         gather_dtype=inputs.study.gather_dtype,
         collectives=inputs.study.collectives,
         calibration=inputs.machine.calibration,

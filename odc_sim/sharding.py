@@ -82,7 +82,16 @@ class Strategy:
         apart = self.parameters != self.optimizer or self.parameters == "N"
         return recipe == "mixed" or (apart and not published)
 
-    def state_bytes(self, parameters: int, recipe: Recipe, *, node: int, world_size: int, window_bytes: int = 0) -> int:
+    def state_bytes(
+        self,
+        parameters: int,
+        recipe: Recipe,
+        *,
+        node: int,
+        world_size: int,
+        window_bytes: int = 0,
+        copy_bytes: int = BF16_BYTES,
+    ) -> int:
         """Of parameters, gradients and optimizer state on one rank.
 
         The fp32 master parameters, whichever recipe counts them where, are divided as the optimizer state is, so that
@@ -94,15 +103,17 @@ class Strategy:
             node: ranks in a node.
             world_size: ranks in all.
             window_bytes: of a parameter in the window that one-sided gathers read; 0: there is none.
+            copy_bytes: of a parameter as it is gathered, where such ones are kept; `mixed` keeps bf16.
         """
         over = {"N": 1, "I": node, "G": world_size}
         state = RECIPES[recipe]
         master = 0 if recipe == "mixed" else state.parameters  # `mixed` counts it with the optimizer
         window_bytes = window_bytes if self.parameters != "N" else 0
+        copy_bytes = BF16_BYTES if recipe == "mixed" else copy_bytes
         parts = (
             (master + state.optimizer, self.optimizer),
             (state.gradients, self.gradients),
-            (BF16_BYTES * self.copies(recipe, published=window_bytes > 0), self.parameters),
+            (copy_bytes * self.copies(recipe, published=window_bytes > 0), self.parameters),
             (window_bytes, self.parameters),
         )
         return sum(-(-each * parameters // over[granularity]) for each, granularity in parts)

@@ -19,6 +19,8 @@ class Sync:
     """What makes nodes equal once a minibatch. Bytes are what one node sends to others."""
 
     gradients_s: float
+    root_share: float
+    """Of them, the root's, which are complete last."""
     gradients_bytes: float
     parameters_s: float
     parameters_bytes: float
@@ -27,11 +29,11 @@ class Sync:
         """What of it [...] no compute hides, for a layer's last backward [...] of so long.
 
         With `hides` gradients are made equal layer by layer in the last backward, as FSDP2's hybrid sharding and DDP
-        do; so only the last layer's remain, or what does not keep up. Parameters come after the optimizer's step.
+        do; so only the root's remain, or what does not keep up. Parameters come after the optimizer's step.
         """
-        each_s = self.gradients_s / max(layers, 1)
+        last_s = self.gradients_s * self.root_share
         behind_s = self.gradients_s - max(layers - 1, 0) * layer_backward_s * hides
-        exposed: Array = np.maximum(each_s, behind_s) + self.parameters_s
+        exposed: Array = np.maximum(last_s, behind_s) + self.parameters_s
         return exposed
 
 
@@ -49,6 +51,10 @@ class Costs:
     """Of each as it is gathered."""
     units: int
     """In each of which gradients are made equal by themselves."""
+    root_share: float
+    """Of the parameters."""
+    hides: bool
+    """Whether anything runs beside anything, as on GPUs."""
 
     def hides_sync(self, strategy: Strategy, *, one_sided: bool) -> bool:
         """Whether gradients are made equal behind the last backward.
@@ -57,7 +63,7 @@ class Costs:
         ranks learn at the end of the minibatch (so does `OnDemand`); nor where that backward's gathers have the
         network.
         """
-        return strategy.parameters != "G" and not (one_sided and strategy.gradients != "N")
+        return self.hides and strategy.parameters != "G" and not (one_sided and strategy.gradients != "N")
 
     def of(self, strategy: Strategy, *, one_sided: bool, copies: bool) -> TransferCosts:
         """As an engine takes them: gathers as parameters are divided, reductions as gradients are.
@@ -82,7 +88,7 @@ class Costs:
             add_s=reduce.add_s,
             hold_s=reduce.hold_s,
             optimizer_s=optimizer.optimizer_s,
-            publish_s=self.one_sided[strategy.optimizer].publish_s if one_sided or copies else 0.0,
+            publish_s=self._publish_s(strategy.optimizer) if one_sided or copies else 0.0,
             optimizer_provenance=optimizer.optimizer_provenance,
             traffic=replace(
                 whole.traffic,
@@ -94,6 +100,12 @@ class Costs:
                 reduce_network_s=reduce.traffic.reduce_network_s,
             ),
         )
+
+    def _publish_s(self, optimizer: Granularity) -> float:
+        """Of writing bf16 parameters where the optimizer's shard is; one rank alone publishes nothing by itself."""
+        if optimizer == "N":
+            return self.topology.world_size * self.one_sided["G"].publish_s
+        return self.one_sided[optimizer].publish_s
 
     def sync(self, strategy: Strategy) -> Sync:
         """By collectives, whatever microbatches use: all ranks are there anyway."""
@@ -120,6 +132,7 @@ class Costs:
         parameters_s, parameters_bytes = found.get((strategy.parameters, strategy.optimizer), (0.0, 0.0))
         return Sync(
             gradients_s=gradients_s,
+            root_share=self.root_share,
             gradients_bytes=gradients_bytes,
             parameters_s=parameters_s,
             parameters_bytes=parameters_bytes,

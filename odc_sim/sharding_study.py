@@ -13,19 +13,21 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from odc_sim.api import peak_of, plan_of, schedule_of
+from odc_sim.api import peak_of, plan_of, schedule_of, transfers_of
 from odc_sim.costs import ComputeCosts
 from odc_sim.errors import InputError
 from odc_sim.execution import Load, execute
 from odc_sim.inputs import BOOTSTRAP_STREAM, Inputs, load_inputs
+from odc_sim.memory import MemoryEstimate
 from odc_sim.metrics import Speedup, speedup
+from odc_sim.models import ModelSpec
 from odc_sim.plans import Plan
 from odc_sim.progress import Progress
-from odc_sim.sharding import STRATEGIES, Granularity, Strategy
+from odc_sim.sharding import BF16_BYTES, STRATEGIES, Granularity, Strategy
 from odc_sim.sharding_costs import Costs
 from odc_sim.study import Study
 from odc_sim.topology import make_topology
-from odc_sim.transfers import ITEMSIZE_BYTES, Provenance, TransferCosts, transfer_costs
+from odc_sim.transfers import ITEMSIZE_BYTES, Provenance, TransferCosts
 
 WORTH_IT = 0.02
 """A smaller part of the throughput is worth neither traffic nor memory."""
@@ -157,15 +159,7 @@ def shard(study: Study, strategies: tuple[Strategy, ...] = STRATEGIES, progress:
 
     def costs_of(one_sided: bool) -> dict[Granularity, TransferCosts]:
         return {
-            granularity: transfer_costs(
-                model,
-                cluster,
-                world_size=world_size,
-                one_sided=one_sided,
-                gather_dtype=study.gather_dtype,
-                collectives=study.collectives,
-                calibration=inputs.machine.calibration,
-            )
+            granularity: transfers_of(inputs, one_sided=one_sided, world_size=world_size)
             for granularity, world_size in over.items()
         }
 
@@ -177,6 +171,8 @@ def shard(study: Study, strategies: tuple[Strategy, ...] = STRATEGIES, progress:
         parameters=model.parameters,
         parameter_bytes=ITEMSIZE_BYTES[study.gather_dtype],
         units=model.layers + 1,
+        root_share=model.root_parameters / model.parameters,
+        hides=not inputs.machine.one_stream,
     )
     plans: dict[str, Plan] = {name: plan_of(inputs, name) for name in (LOCKSTEP_POLICY, FREE_POLICY)}
     makespans_s: dict[tuple[str, str], Floats] = {}
@@ -222,7 +218,9 @@ def _run(
         run = execute(load.ranks(first, first + size), inputs.compute, transfers, cluster, schedule)
         makespan_s = np.maximum(makespan_s, run.makespan_s)
     sync, hides = costs.sync(strategy), costs.hides_sync(strategy, one_sided=one_sided)
-    exposed_s = sync.exposed_s(inputs.model.layers, _last_backward_s(load, inputs.compute), hides=hides)
+    in_step = 1 if alone else size
+    backward_s = _last_backward_s(load, inputs.compute, together=in_step)
+    exposed_s = sync.exposed_s(inputs.model.layers, backward_s, hides=hides)
     makespan_s = makespan_s + exposed_s
     state_bytes = strategy.state_bytes(
         inputs.model.parameters,
@@ -230,10 +228,10 @@ def _run(
         node=topology.group,
         world_size=study.devices,
         window_bytes=costs.parameter_bytes * one_sided,
+        copy_bytes=costs.parameter_bytes,
     )
     peak = peak_of(inputs, plan, transport)
-    sharded = ("parameters", "gradients", "optimizer", "published_window")
-    peak_bytes = state_bytes + sum(b for name, b in peak.categories.items() if name not in sharded)
+    peak_bytes = state_bytes + _beside_state_bytes(peak, strategy, inputs.model)
     microbatches = 1.0 if deferred else float(load.counts.mean())
     network_bytes = microbatches * costs.microbatch_bytes(strategy, one_sided=one_sided, deferred=deferred)
     row = Row(
@@ -255,15 +253,33 @@ def _run(
     return row, makespan_s
 
 
-def _last_backward_s(load: Load, compute: ComputeCosts) -> Floats:
-    """[B] of a layer, in the last microbatch of the rank that computes longest: the others wait for it."""
-    forward, backward = (
-        unit(load.tokens, load.squares) / load.speed for unit in (compute.layer_forward, compute.layer_backward)
+def _beside_state_bytes(peak: MemoryEstimate, strategy: Strategy, model: ModelSpec) -> int:
+    """What full sharding holds at its peak besides the state, less what this strategy's state has already: parameters
+    that are not divided are not gathered, gradients that are not are not reduced in a microbatch."""
+    found = dict(peak.categories)
+    for name in ("parameters", "gradients", "optimizer", "published_window"):
+        del found[name]
+    if strategy.parameters == "N":  # the root, a layer, and the next one gathered ahead
+        gathered = BF16_BYTES * (model.root_parameters + 2 * model.layer_parameters)
+        found["unsharded"] = max(found["unsharded"] - gathered, 0)
+    if strategy.gradients == "N":
+        found["staging"] = 0
+    return sum(found.values())
+
+
+def _last_backward_s(load: Load, compute: ComputeCosts, *, together: int) -> Floats:
+    """[B] of a layer, in the last microbatch of whoever ends last, for which all wait: a rank, or (`together` of them)
+    ranks that take every microbatch in step, at the pace of the slowest."""
+    units = (compute.layer_forward, compute.layer_backward)
+    forward, backward = (unit(load.tokens, load.squares) / load.speed for unit in units)
+    minibatches, most, ranks = load.tokens.shape
+    exists = np.arange(most)[None, :, None] < load.counts[:, None, :]
+    shape = (minibatches, most, ranks // together, together)
+    both_s, backward_s = (
+        np.where(exists, each, 0.0).reshape(shape).max(axis=3) for each in (forward + backward, backward)
     )
-    exists = np.arange(load.tokens.shape[1])[None, :, None] < load.counts[:, None, :]
-    total_s = np.where(exists, forward + backward, 0.0).sum(axis=1)
-    slowest = total_s.argmax(axis=1)
-    rows = np.arange(len(slowest))
-    last = np.maximum(load.counts[rows, slowest] - 1, 0)
-    found: Floats = backward[rows, last, slowest]
+    counts = load.counts.reshape(minibatches, -1, together).max(axis=2)
+    rows, slowest = np.arange(minibatches), both_s.sum(axis=1).argmax(axis=1)
+    last = np.maximum(counts[rows, slowest] - 1, 0)
+    found: Floats = backward_s[rows, last, slowest]
     return found

@@ -17,11 +17,14 @@ TIGHT = 0.9
 """Of a device's memory: what the allocator leaves unused between its blocks may take the rest."""
 NEEDS = {
     "NNN": "DDP's no_sync()",
-    "NNI": "no_sync()",
     "NNG": "ZeRO-1 with gradients summed on the rank",
     "III": "FSDP2's set_requires_all_reduce(False)",
 }
 """What keeps the stock implementation from making nodes equal in every microbatch."""
+HOMEMADE = ("NNI", "NII", "NIG", "INI", "ING", "IIG", "IGG", "GNG", "GIG")
+"""Strategies that neither DDP nor FSDP2 has; some are in DeepSpeed, Megatron or PaRO's code."""
+MUCH = 0.1
+"""Of a device's memory: what is worth telling."""
 
 
 def print_sharding(results: ShardingResults, console: "Console") -> None:
@@ -110,6 +113,8 @@ def notes(results: ShardingResults, symbols: bool) -> Iterator[str]:
     needs = [f"{name} {how}" for name, how in NEEDS.items() if name in shown]
     if needs:
         yield f"once a minibatch, and unequal microbatch counts, need {'; '.join(needs)}"
+    if shown & set(HOMEMADE):
+        yield f"neither DDP nor FSDP2 has {', '.join(name for name in HOMEMADE if name in shown)}"
     if results.nodes > 1:
         ring = inputs.study.collectives == "ring"
         yield (
@@ -142,14 +147,24 @@ def advice(results: ShardingResults) -> list[str]:
     if results.fastest() is None:
         return ["No strategy fits: lower --max-tokens, use more devices, or a smaller model."]
     if not found:
-        return ["Keep GGG (ZeRO-3, FSDP) with collectives: nothing that fits gains 2 % here."]
+        return ["Keep GGG (ZeRO-3, FSDP) with collectives: nothing of these that fits gains 2 % here."]
     first = f"Use {_use(results, found[0])}."
     if found[0].transport != "odc":
-        return [f"{first} On-demand transfers add nothing worth it."]
+        return [first, _as_fast_on_demand(results, found[0])]
     return [
         first,
         f"Without on-demand transfers {f'use {_use(results, found[1])}' if found[1:] else 'nothing gains 2 %'}.",
     ]
+
+
+def _as_fast_on_demand(results: ShardingResults, stock: Row) -> str:
+    most_bytes = stock.peak_bytes - MUCH * results.inputs.machine.cluster.device.memory_bytes
+    rows = [row for row in results.rows if row.transport == "odc" and row.fits and row.peak_bytes <= most_bytes]
+    near = [row for row in rows if row.speedup >= stock.speedup * (1 - WORTH_IT)]
+    least = min(near, key=lambda row: (row.network_bytes, row.peak_bytes), default=None)
+    if least is None:
+        return "On-demand transfers add nothing worth it."
+    return f"On-demand transfers are not faster; as fast with less memory is {_use(results, least)}."
 
 
 def _use(results: ShardingResults, row: Row) -> str:

@@ -19,7 +19,7 @@ from odc_sim.errors import InputError
 from odc_sim.execution import Load, execute
 from odc_sim.inputs import BOOTSTRAP_STREAM, Inputs, load_inputs
 from odc_sim.memory import MemoryEstimate
-from odc_sim.metrics import Speedup, speedup
+from odc_sim.metrics import speedup
 from odc_sim.models import ModelSpec
 from odc_sim.plans import Plan
 from odc_sim.progress import Progress
@@ -33,7 +33,7 @@ WORTH_IT = 0.02
 """A smaller part of the throughput is worth neither traffic nor memory."""
 Floats = NDArray[np.float64]
 Transport = Literal["collective", "collective-deferred", "odc"]
-BASELINE = ("GGG", "collective")
+FULL = Strategy("G", "G", "G")
 STOCK: tuple[Transport, ...] = ("collective", "collective-deferred")
 """What needs no transfers of ours."""
 LOCKSTEP_POLICY, FREE_POLICY = "lb-micro", "lb-mini"
@@ -141,7 +141,7 @@ def _silent(what: str, done: int, total: int) -> None:
 
 
 def shard(study: Study, strategies: tuple[Strategy, ...] = STRATEGIES, progress: Progress = _silent) -> ShardingResults:
-    """Run every strategy that is not another one on these nodes.
+    """Run every strategy that is not another one on these nodes, and GGG, which they are compared with.
 
     >>> shard(Study(minibatches=5, devices=16)).row("IIG", "odc").speedup > 1.1
     True
@@ -153,8 +153,9 @@ def shard(study: Study, strategies: tuple[Strategy, ...] = STRATEGIES, progress:
     inputs = load_inputs(study)
     cluster, model = inputs.machine.cluster, inputs.model
     topology = make_topology(cluster, study.devices, study.collectives)
-    chosen = [s for s in strategies if s.differs(node=topology.group, nodes=topology.nodes)]
-    left_out = tuple(s.name for s in strategies if s not in chosen)
+    wanted = dict.fromkeys((*strategies, FULL))
+    chosen = [s for s in wanted if s.differs(node=topology.group, nodes=topology.nodes)]
+    left_out = tuple(s.name for s in wanted if s not in chosen)
     over: dict[Granularity, int] = {"N": 1, "I": topology.group, "G": study.devices}
 
     def costs_of(one_sided: bool) -> dict[Granularity, TransferCosts]:
@@ -175,29 +176,24 @@ def shard(study: Study, strategies: tuple[Strategy, ...] = STRATEGIES, progress:
         hides=not inputs.machine.one_stream,
     )
     plans: dict[str, Plan] = {name: plan_of(inputs, name) for name in (LOCKSTEP_POLICY, FREE_POLICY)}
-    makespans_s: dict[tuple[str, str], Floats] = {}
-    partial: dict[tuple[str, str], Row] = {}
     cells: list[tuple[Strategy, Transport]] = []
     for strategy in chosen:
         cells.append((strategy, "collective"))
-        if strategy.name == BASELINE[0]:
+        if strategy == FULL:
             cells.append((strategy, "collective-deferred"))
         if strategy.meets != "nobody":
             cells.append((strategy, "odc"))
+    ran: list[tuple[Row, Floats]] = []
     for number, (strategy, transport) in enumerate(cells):
         progress(f"{strategy.name} {transport}", number, len(cells))
-        found_row, own_s = _run(inputs, costs, plans, strategy, transport)
-        partial[strategy.name, transport], makespans_s[strategy.name, transport] = found_row, own_s
+        ran.append(_run(inputs, costs, plans, strategy, transport))
+    (baseline_s,) = (own_s for row, own_s in ran if (row.strategy, row.transport) == (FULL.name, "collective"))
     rng = np.random.default_rng([study.seed, BOOTSTRAP_STREAM])
     rows = []
-    for key, row in partial.items():
-        found: Speedup = speedup(makespans_s[BASELINE], makespans_s[key], 1, rng)
-        rows.append(_compared(row, found))
+    for row, own_s in ran:
+        found = speedup(baseline_s, own_s, 1, rng)
+        rows.append(replace(row, speedup=found.value, speedup_ci95=(found.low, found.high)))
     return ShardingResults(inputs=inputs, nodes=topology.nodes, rows=tuple(rows), left_out=left_out)
-
-
-def _compared(row: Row, found: Speedup) -> Row:
-    return replace(row, speedup=found.value, speedup_ci95=(found.low, found.high))
 
 
 def _run(

@@ -57,6 +57,7 @@ def test_an_unknown_name_is_told_its_neighbour():
 
 
 def test_what_others_are_compared_with_is_always_among_them():
+    assert shard(Study(**SMALL), (parse_strategy("hsdp"),)).row("GGG", "collective").speedup == 1.0
     assert [s.name for s in chosen_strategies(["hsdp, IIG"])] == ["III", "IIG", "GGG"]
     assert chosen_strategies([]) == STRATEGIES
 

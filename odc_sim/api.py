@@ -379,9 +379,7 @@ def _unusual(study: Study) -> list[str]:
         *("overlong", "pad_microbatches", "balancing_cost", "batch_minibatches", "barrier", "forward_prefetch"),
         *("backward_prefetch", "collectives", "separate_reduce", "port_contention", "device_speed", "jitter", "engine"),
     )
-    default = Study()
-    changed = [(name, getattr(study, name)) for name in fields if getattr(study, name) != getattr(default, name)]
-    return [f"not the default: {name} = {value}" for name, value in changed]
+    return [f"not the default: {name} = {value}" for name, value in study.changed(*fields).items()]
 
 
 def _bounds(inputs: Inputs, baseline_s: NDArray[np.float64]) -> dict[str, float]:

@@ -40,13 +40,19 @@ class Load:
         squares = plan.padded(plan.squares().astype(np.float64))
         return cls(counts=plan.counts(), tokens=tokens, squares=squares, speed=speed)
 
-    def ranks(self, first: int, end: int) -> "Load":
-        """The ranks from `first` up to `end`."""
+    def groups(self, size: int) -> "Load":
+        """Every `size` ranks by themselves, as minibatches of their own: of each minibatch one a group, in order."""
+
+        def apart(values: Array) -> Array:
+            minibatches, most, ranks = values.shape
+            grouped = values.reshape(minibatches, most, ranks // size, size)
+            return grouped.swapaxes(1, 2).reshape(-1, most, size)
+
         return Load(
-            counts=self.counts[:, first:end],
-            tokens=self.tokens[:, :, first:end],
-            squares=self.squares[:, :, first:end],
-            speed=self.speed[:, :, first:end],
+            counts=self.counts.reshape(-1, size),
+            tokens=apart(self.tokens),
+            squares=apart(self.squares),
+            speed=apart(self.speed),
         )
 
     def part(self, rows: slice | NDArray[np.int64]) -> "Load":

@@ -1,7 +1,9 @@
 """What every file the toolkit writes starts with, and how it reaches the disk whole or not at all."""
 
 import contextlib
+import csv
 import importlib.metadata
+import io
 import json
 import math
 import os
@@ -9,10 +11,10 @@ import platform
 import re
 import stat
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -23,7 +25,15 @@ DISTRIBUTION = "odc-toolkit"
 LARGEST_SEED = 2**63 - 1
 """Seeds are written to parquet files, whose integers have 64 bits."""
 
-KINDS = {
+Kind = Literal[
+    "a plan (odc plan)",
+    "a calibration (odc calibrate)",
+    "results (odc simulate)",
+    "sharding strategies (odc sharding)",
+    "a validation (odc validate)",
+    "a sweep (odc sweep)",
+]
+KINDS: dict[Kind, tuple[str, str]] = {
     "a plan (odc plan)": ("groups", "minibatches"),
     "a calibration (odc calibrate)": ("transfers", "fits"),
     "results (odc simulate)": ("rows", "bounds"),
@@ -60,13 +70,13 @@ def header(command: str, seed: int | None) -> dict[str, Any]:
     }
 
 
-def check_header(data: object, path: str | Path, *, kind: str | None = None) -> None:
+def check_header(data: object, path: str | Path, *, kind: Kind | None = None) -> None:
     """Refuse a file whose header this version of the toolkit does not understand, or one of another kind.
 
     Args:
         data: what the file holds.
         path: of the file, for the message.
-        kind: one of `KINDS` that it should be.
+        kind: what it should be.
 
     Raises:
         InputError: `data` is no JSON object, its schema_version is not ours, a header field is missing, mistyped or
@@ -169,6 +179,16 @@ def write_json(path: str | Path, data: Mapping[str, Any], *, indent: int | None 
         InputError: the path is a directory, or cannot be written.
     """
     write_bytes(path, (json.dumps(data, indent=indent, allow_nan=False, default=_plain) + "\n").encode())
+
+
+def rows_as_csv(rows: Sequence[Mapping[str, Any]], columns: Sequence[str] | None = None) -> str:
+    """Rows as CSV; columns in this order, or as they first appear."""
+    names = columns if columns is not None else list(dict.fromkeys(name for row in rows for name in row))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, fieldnames=names, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
 
 
 def write_bytes(path: str | Path, data: bytes) -> None:

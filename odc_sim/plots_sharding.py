@@ -1,13 +1,11 @@
 """Files of `odc sharding`: sharding.csv, sharding.json, and a picture of speedup, memory and traffic."""
 
-import csv
-import io
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from odc_sim.header import write_bytes, write_json
+from odc_sim.header import rows_as_csv, write_bytes, write_json
 from odc_sim.plots_style import FAINT, INK, SCHEDULE_COLOURS, SMALL, legend, new_figure, save_png, tidy
 from odc_sim.sharding import SHOWN
 from odc_sim.sharding_study import ShardingResults
@@ -26,12 +24,8 @@ def write_sharding(out: Path, results: ShardingResults, data: Mapping[str, Any])
     rows = [asdict(row) for row in results.rows]
     for row in rows:
         row["speedup_ci95_low"], row["speedup_ci95_high"] = row.pop("speedup_ci95")
-    text = io.StringIO()
-    writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
     paths = [out / f"sharding.{kind}" for kind in ("csv", "json", "png")]
-    write_bytes(paths[0], text.getvalue().encode())
+    write_bytes(paths[0], rows_as_csv(rows).encode())
     write_json(paths[1], dict(data))
     save_png(sharding_figure(results), paths[2])
     return paths

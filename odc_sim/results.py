@@ -1,14 +1,12 @@
 """results.json and results.csv: one row for each schedule and policy, rows that cannot run included with the reason."""
 
-import csv
-import io
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from odc_sim.durations import CAUSES
 from odc_sim.errors import InputError, unknown_name
-from odc_sim.header import check_header, header, read_json, write_json
+from odc_sim.header import check_header, header, read_json, rows_as_csv, write_json
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,14 +114,7 @@ class Results:
 
     def csv_text(self) -> str:
         """results.csv: the rows, flat, one column a number."""
-        rows = [flat(row) for row in self.rows]
-        text = io.StringIO()
-        writer = csv.DictWriter(
-            text, fieldnames=list(dict.fromkeys(name for row in rows for name in row)), lineterminator="\n"
-        )
-        writer.writeheader()
-        writer.writerows(rows)
-        return text.getvalue()
+        return rows_as_csv([flat(row) for row in self.rows])
 
 
 def flat(row: Row) -> dict[str, Any]:

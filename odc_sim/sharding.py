@@ -31,6 +31,7 @@ from typing import Literal, get_args
 
 from odc_sim.errors import InputError, unknown_name
 from odc_sim.memory import RECIPES, Recipe
+from odc_sim.memory_moments import BF16_BYTES
 
 Granularity = Literal["N", "I", "G"]
 GRANULARITIES: tuple[Granularity, ...] = get_args(Granularity)
@@ -40,7 +41,6 @@ ALIASES = {
 }
 SHOWN = {"NNN": "DDP", "NNG": "ZeRO-1", "NGG": "ZeRO-2", "GGG": "ZeRO-3, FSDP", "III": "HSDP, MiCS", "IIG": "PaRO"}
 """What tables call some of them besides."""
-BF16_BYTES, FP32_BYTES = 2, 4
 
 Meets = Literal["all ranks", "its node", "nobody"]
 

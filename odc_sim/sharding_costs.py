@@ -7,7 +7,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from odc_sim.hardware import Cluster
-from odc_sim.sharding import FP32_BYTES, Granularity, Strategy
+from odc_sim.memory_moments import FP32_BYTES
+from odc_sim.schedules import Schedule
+from odc_sim.sharding import Granularity, Strategy
 from odc_sim.topology import Topology
 from odc_sim.transfers import Provenance, TransferCosts, weakest
 
@@ -69,8 +71,8 @@ class Costs:
         """As an engine takes them: gathers as parameters are divided, reductions as gradients are.
 
         Parameters that are not divided are there already; where `copies` says so, bf16 ones are written once a
-        minibatch. Gradients that are not are added up in place, which costs
-        what FSDP2's unreduced ones do, in every microbatch.
+        minibatch. Gradients that are not are added up in place, which costs what FSDP2's unreduced ones do, in every
+        microbatch.
         """
         costs = self.one_sided if one_sided else self.collective
         gather, reduce = costs[strategy.parameters], costs[strategy.gradients]
@@ -78,7 +80,7 @@ class Costs:
         whole = max((gather, reduce), key=lambda each: each.traffic.topology.world_size)
         nothing = np.zeros_like(gather.gather_s)
         if strategy.parameters == "N":
-            gather = replace(gather, copy_in_s=nothing, copy_out_s=nothing)
+            gather = replace(gather, copy_out_s=nothing)  # one rank alone has no other cost
         if strategy.gradients == "N":
             reduce = replace(reduce, pack_s=reduce.hold_s, reduce_s=nothing, add_s=nothing)
         return replace(
@@ -93,7 +95,7 @@ class Costs:
             traffic=replace(
                 whole.traffic,
                 gather_bytes=gather.traffic.gather_bytes,
-                gather_inside_s=gather.traffic.gather_inside_s if strategy.parameters != "N" else nothing,
+                gather_inside_s=gather.traffic.gather_inside_s,
                 gather_network_s=gather.traffic.gather_network_s,
                 reduce_bytes=reduce.traffic.reduce_bytes,
                 reduce_inside_s=reduce.traffic.reduce_inside_s if strategy.gradients != "N" else nothing,
@@ -144,19 +146,13 @@ class Costs:
         moved = {*strategy.letters} - {"N"} or {"G"}
         return weakest([costs[granularity].provenance for granularity in moved])
 
-    def microbatch_bytes(self, strategy: Strategy, *, one_sided: bool, deferred: bool = False) -> float:
-        """What one node sends to others in one microbatch of each of its ranks; `deferred`, in a minibatch."""
-        traffic = (self.one_sided if one_sided else self.collective)["G"].traffic
-        gathers, reduces = (
-            self.topology.inter_node_bytes(shard_bytes, one_sided) / self.topology.nodes
-            for shard_bytes in (traffic.gather_bytes, traffic.reduce_bytes)
-        )
-        total = 0.0
-        if strategy.parameters == "G":  # the root stays unsharded from forward to backward
-            total += float(gathers[0] + (1 if deferred else 2) * gathers[1:].sum())
-        if strategy.gradients == "G":
-            total += float(reduces.sum())
-        return total
+    def microbatches_bytes(self, strategy: Strategy, counts: NDArray[np.int64], schedule: Schedule) -> float:
+        """What one node sends to others in a minibatch's microbatches, `counts` [B, D] of each rank; the mean of B."""
+        traffic = (self.one_sided if schedule.one_sided else self.collective)["G"].traffic
+        gather_bytes = traffic.gather_bytes * (strategy.parameters == "G")
+        reduce_bytes = traffic.reduce_bytes * (strategy.gradients == "G")
+        sent_bytes = self.topology.minibatch_bytes(counts, gather_bytes, reduce_bytes, schedule)
+        return float(sent_bytes.mean()) / self.topology.nodes
 
     def _between(self, num_bytes: float, *, calls: int) -> tuple[float, float]:
         """(seconds, bytes of a node) of reduce_scatters or all_gathers between counterparts of so many bytes in all."""

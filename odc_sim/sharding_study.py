@@ -19,11 +19,12 @@ from odc_sim.errors import InputError
 from odc_sim.execution import Load, execute
 from odc_sim.inputs import BOOTSTRAP_STREAM, Inputs, load_inputs
 from odc_sim.memory import MemoryEstimate
+from odc_sim.memory_moments import BF16_BYTES
 from odc_sim.metrics import speedup
 from odc_sim.models import ModelSpec
 from odc_sim.plans import Plan
 from odc_sim.progress import Progress
-from odc_sim.sharding import BF16_BYTES, STRATEGIES, Granularity, Strategy
+from odc_sim.sharding import STRATEGIES, Granularity, Strategy
 from odc_sim.sharding_costs import Costs
 from odc_sim.study import Study
 from odc_sim.topology import make_topology
@@ -84,8 +85,7 @@ class ShardingResults:
 
     def fastest(self, *transports: Transport) -> Row | None:
         """Of those that fit; of all transports where none is named."""
-        rows = (row for row in self.rows if row.fits and (not transports or row.transport in transports))
-        return max(rows, key=lambda row: row.speedup, default=None)
+        return max(self._fitting(*transports), key=lambda row: row.speedup, default=None)
 
     def advised(self, *transports: Transport) -> Row | None:
         """Of those about as fast as the fastest, the one that sends least to other nodes; of those, the one that takes
@@ -93,9 +93,11 @@ class ShardingResults:
         fastest = self.fastest(*transports)
         if fastest is None:
             return None
-        rows = (row for row in self.rows if row.fits and (not transports or row.transport in transports))
-        near = [row for row in rows if row.speedup >= fastest.speedup * (1 - WORTH_IT)]
+        near = [row for row in self._fitting(*transports) if row.speedup >= fastest.speedup * (1 - WORTH_IT)]
         return min(near, key=lambda row: (row.network_bytes, row.peak_bytes), default=None)
+
+    def _fitting(self, *transports: Transport) -> list[Row]:
+        return [row for row in self.rows if row.fits and (not transports or row.transport in transports)]
 
     def row(self, strategy: str, transport: Transport) -> Row:
         """One of them.
@@ -126,12 +128,11 @@ class ShardingResults:
 
 
 def _check(study: Study) -> None:
-    for field in (*SETTLED, *UNUSED):
-        if getattr(study, field) != Study.model_fields[field].default:
-            settled = f", which deals by {LOCKSTEP_POLICY} where ranks wait for others in every microbatch, else by "
-            settled = f"{settled}{FREE_POLICY}" if field in SETTLED else ""
-            flag = f"--{field.replace('_', '-')}"
-            raise InputError(f"{flag}: not for odc sharding{settled}; leave it out, or use odc simulate")
+    for field in study.changed(*SETTLED, *UNUSED):
+        settled = f", which deals by {LOCKSTEP_POLICY} where ranks wait for others in every microbatch, else by "
+        settled = f"{settled}{FREE_POLICY}" if field in SETTLED else ""
+        flag = f"--{field.replace('_', '-')}"
+        raise InputError(f"{flag}: not for odc sharding{settled}; leave it out, or use odc simulate")
     if study.devices < 2:
         raise InputError(f"--devices: got {study.devices}, expected at least 2 to divide anything over")
 
@@ -175,7 +176,10 @@ def shard(study: Study, strategies: tuple[Strategy, ...] = STRATEGIES, progress:
         root_share=model.root_parameters / model.parameters,
         hides=not inputs.machine.one_stream,
     )
-    plans: dict[str, Plan] = {name: plan_of(inputs, name) for name in (LOCKSTEP_POLICY, FREE_POLICY)}
+    dealt: dict[str, tuple[Plan, Load]] = {}
+    for name in (LOCKSTEP_POLICY, FREE_POLICY):
+        plan = plan_of(inputs, name)
+        dealt[name] = plan, Load.of(plan, study.device_speed, study.jitter, study.seed)
     cells: list[tuple[Strategy, Transport]] = []
     for strategy in chosen:
         cells.append((strategy, "collective"))
@@ -186,7 +190,7 @@ def shard(study: Study, strategies: tuple[Strategy, ...] = STRATEGIES, progress:
     ran: list[tuple[Row, Floats]] = []
     for number, (strategy, transport) in enumerate(cells):
         progress(f"{strategy.name} {transport}", number, len(cells))
-        ran.append(_run(inputs, costs, plans, strategy, transport))
+        ran.append(_run(inputs, costs, dealt, strategy, transport))
     (baseline_s,) = (own_s for row, own_s in ran if (row.strategy, row.transport) == (FULL.name, "collective"))
     rng = np.random.default_rng([study.seed, BOOTSTRAP_STREAM])
     rows = []
@@ -197,27 +201,24 @@ def shard(study: Study, strategies: tuple[Strategy, ...] = STRATEGIES, progress:
 
 
 def _run(
-    inputs: Inputs, costs: Costs, plans: Mapping[str, Plan], strategy: Strategy, transport: Transport
+    inputs: Inputs, costs: Costs, dealt: Mapping[str, tuple[Plan, Load]], strategy: Strategy, transport: Transport
 ) -> tuple[Row, Floats]:
     study, topology, cluster = inputs.study, costs.topology, inputs.machine.cluster
     one_sided, deferred = transport == "odc", transport == "collective-deferred"
     alone = one_sided or strategy.meets == "nobody"
     policy = FREE_POLICY if alone or deferred else LOCKSTEP_POLICY
-    plan = plans[policy]
-    load = Load.of(plan, study.device_speed, study.jitter, study.seed)
+    plan, load = dealt[policy]
     schedule = schedule_of(study, "odc" if alone else transport)
     copies = strategy.copies("paper", published=one_sided)  # `odc simulate` charges nothing for those of `mixed`
     transfers = costs.of(strategy, one_sided=one_sided, copies=copies)
     size = study.devices if strategy.meets == "all ranks" else topology.group
-    makespan_s = np.zeros(study.minibatches)
-    for first in range(0, study.devices, size):
-        run = execute(load.ranks(first, first + size), inputs.compute, transfers, cluster, schedule)
-        makespan_s = np.maximum(makespan_s, run.makespan_s)
+    run = execute(load.groups(size), inputs.compute, transfers, cluster, schedule)
+    slowest_s = run.makespan_s.reshape(study.minibatches, -1).max(axis=1)
     sync, hides = costs.sync(strategy), costs.hides_sync(strategy, one_sided=one_sided)
     in_step = 1 if alone else size
     backward_s = _last_backward_s(load, inputs.compute, together=in_step)
     exposed_s = sync.exposed_s(inputs.model.layers, backward_s, hides=hides)
-    makespan_s = makespan_s + exposed_s
+    makespan_s = slowest_s + exposed_s
     state_bytes = strategy.state_bytes(
         inputs.model.parameters,
         study.recipe,
@@ -228,8 +229,7 @@ def _run(
     )
     peak = peak_of(inputs, plan, transport)
     peak_bytes = state_bytes + _beside_state_bytes(peak, strategy, inputs.model)
-    microbatches = 1.0 if deferred else float(load.counts.mean())
-    network_bytes = microbatches * costs.microbatch_bytes(strategy, one_sided=one_sided, deferred=deferred)
+    network_bytes = costs.microbatches_bytes(strategy, load.counts, schedule)
     row = Row(
         strategy=strategy.name,
         transport=transport,

@@ -137,6 +137,11 @@ class Study(BaseModel):
             raise ValueError(f"baseline: got {self.baseline!r}, expected schedule/policy, as in collective/lb-micro")
         return self
 
+    def changed(self, *names: str) -> dict[str, Any]:
+        """Of these fields, those that are not the default, with their values."""
+        default = Study()
+        return {name: getattr(self, name) for name in names if getattr(self, name) != getattr(default, name)}
+
 
 def make_study(fields: dict[str, Any], where: str = "") -> Study:
     """A study from field values; `where` (a file name) starts the message of an error.

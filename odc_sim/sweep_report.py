@@ -1,13 +1,11 @@
 """What a sweep leaves behind and prints: sweep.csv, sweep.json, one plot a factor, and a table a factor."""
 
-import csv
-import io
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from odc_sim.header import header, write_bytes, write_json
+from odc_sim.header import header, rows_as_csv, write_bytes, write_json
 from odc_sim.results import Row, flat
 from odc_sim.sweep import Factor, value_text
 from odc_sim.sweep_results import SweepResults
@@ -34,11 +32,7 @@ def csv_text(results: SweepResults) -> str:
     names = dict.fromkeys(name for row in rows for name in row)
     order = [f.column for f in results.sweep.factors]
     order += [name for name in names if name not in order and name != "point"]
-    text = io.StringIO()
-    writer = csv.DictWriter(text, fieldnames=[*order, "point"], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
+    return rows_as_csv(rows, [*order, "point"])
 
 
 def as_dict(results: SweepResults, command: str) -> dict[str, Any]:
@@ -110,14 +104,12 @@ def print_sweep(results: SweepResults, console: "Console") -> None:
         console.print(_table(results, factor, symbols))
     line()
     for verdict, where in _verdicts(results).items():
-        example = where[0] if len(where) == 1 else f"{len(where)} points, such as {where[0]}"
-        line(f"cannot run: {example}: {verdict}")
+        line(f"cannot run: {_example(where)}: {verdict}")
     for label, where in _lucky(results).items():
         schedule, policy = label.split("/")
-        example = where[0] if len(where) == 1 else f"{len(where)} points, such as {where[0]}"
         line(
-            f"{schedule} with {policy}, {example}: microbatch counts happened to be equal; where they differ it hangs, "
-            "so it is never the fastest here"
+            f"{schedule} with {policy}, {_example(where)}: microbatch counts happened to be equal; "
+            "where they differ it hangs, so it is never the fastest here"
         )
     for note in results.notes:
         line(f"note: {note}")
@@ -202,6 +194,10 @@ def _lucky(results: SweepResults) -> dict[str, list[str]]:
             if row.verdict:
                 found.setdefault(label, []).append(_where(results, outcome.point.settings))
     return found
+
+
+def _example(where: list[str]) -> str:
+    return where[0] if len(where) == 1 else f"{len(where)} points, such as {where[0]}"
 
 
 def _where(results: SweepResults, settings: Mapping[str, Any]) -> str:

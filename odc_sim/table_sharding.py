@@ -54,12 +54,8 @@ def title(results: ShardingResults) -> str:
         f"{inputs.workload_name}, {inputs.model.name} on {study.devices} devices ({nodes}) of {inputs.machine.name}: "
     )
     text += f"{study.minibatches} minibatches of {study.minibatch_size} samples a device, seed {study.seed}"
-    default = Study()
-    for name in Study.model_fields:
-        value = getattr(study, name)
-        if name not in IN_TITLE and value != getattr(default, name):
-            text += f", {name.replace('_', ' ')} {value}"
-    return text
+    others = study.changed(*(name for name in Study.model_fields if name not in IN_TITLE))
+    return ", ".join([text, *(f"{name.replace('_', ' ')} {value}" for name, value in others.items())])
 
 
 def lines(results: ShardingResults, symbols: bool) -> list[str]:

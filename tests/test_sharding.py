@@ -18,6 +18,7 @@ from odc_sim.errors import InputError
 from odc_sim.execution import Load
 from odc_sim.hardware import load_cluster
 from odc_sim.models import load_model
+from odc_sim.schedules import make_schedule
 from odc_sim.sharding import STRATEGIES, Strategy, chosen_strategies, parse_strategy
 from odc_sim.sharding_costs import Costs, Sync
 from odc_sim.sharding_study import _last_backward_s, shard
@@ -115,9 +116,9 @@ def costs(devices=16, collectives="two-level"):
 
 
 def test_what_is_divided_within_nodes_never_leaves_them_in_a_microbatch():
-    found = costs()
+    found, one_each = costs(), np.ones((1, 16), dtype=np.int64)
     for strategy in STRATEGIES:
-        sent = [found.microbatch_bytes(strategy, one_sided=one_sided) for one_sided in (False, True)]
+        sent = [found.microbatches_bytes(strategy, one_each, make_schedule(name)) for name in ("collective", "odc")]
         assert (sent == [0.0, 0.0]) == (strategy.meets != "all ranks"), strategy
 
 

@@ -140,14 +140,16 @@ def transfer_costs(
         copy_provenances.append("measured" if inside else "extrapolated")
         return per_unit(seconds)
 
-    timed = _Timing(cluster, topology, one_sided, calibration)
-    gather, gather_provenance = timed.measure("gather" if one_sided else "all_gather", shard_elements * gather_bytes)
-    reduce, reduce_provenance = timed.measure(
-        "scatter_accumulate" if one_sided else "reduce_scatter", shard_elements * reduce_bytes
-    )
+    links_provenance: Provenance = "analytic"
     if alone:
         copied_s = unit_elements * 2 * reduce_bytes / (cluster.device.hbm_bytes_per_s * ADD_EFFICIENCY)
         gather, reduce = _Times(*[np.zeros(2)] * 3), _Times(copied_s, copied_s, np.zeros(2))
+    else:
+        timed = _Timing(cluster, topology, one_sided, calibration)
+        names = ("gather", "scatter_accumulate") if one_sided else ("all_gather", "reduce_scatter")
+        gather, gather_provenance = timed.measure(names[0], shard_elements * gather_bytes)
+        reduce, reduce_provenance = timed.measure(names[1], shard_elements * reduce_bytes)
+        links_provenance = weakest([gather_provenance, reduce_provenance])
     optimizer_s, publish_s, optimizer_provenance = _optimizer(model, cluster, world_size, one_sided, calibration)
     # bf16: cast the fp32 shard (4 + 2), then copy it (2 + 2). fp32: copy only (4 + 4).
     copy_in_s = copy_s("copy_in", shard_elements, 10 if bf16 else 8, COPY_IN_EFFICIENCY)
@@ -174,7 +176,7 @@ def transfer_costs(
             gather_network_s=per_unit(gather.network_s),
             reduce_network_s=per_unit(reduce.network_s),
         ),
-        provenance=weakest([gather_provenance, reduce_provenance, *copy_provenances]),
+        provenance=weakest([links_provenance, *copy_provenances]),
         optimizer_provenance=optimizer_provenance,
     )
 

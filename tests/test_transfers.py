@@ -122,6 +122,12 @@ def test_one_rank_moves_nothing_but_fsdp2_copies_all_the_same(one_sided):
     assert c.add_s[1] == pytest.approx(unit * 12 / (4.8e12 * 0.865))
 
 
+def test_what_other_ranks_measured_says_nothing_of_one_alone():
+    """It moves nothing; the copy in place of a reduction is analytic, whatever two ranks' transfers were."""
+    assert calibrated(64 * 1024).provenance != "analytic"
+    assert calibrated(64 * 1024, world_size=1).provenance == "analytic"
+
+
 def test_optimizer_and_publish_by_hand():
     c = costs(one_sided=True)
     shard = 9 * 93_847_552 / 2

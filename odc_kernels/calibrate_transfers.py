@@ -95,12 +95,13 @@ def one_sided(buffers: Buffers, backend: BackendName) -> Iterator[list[Way]]:
             cases = gather_cases(buffers, published, numel, places, backend=backend)
             return next(case for case in cases if case.backend == f"{backend}-auto")
 
+        lean = "" if backend == "cpu" else "-lean"  # as OnDemand pushes
         yield [
             Way(op="gather", itemsize=BF16_BYTES, make=gather_auto),
             Way(
                 op="scatter_accumulate",
                 itemsize=FP32_BYTES,
-                make=partial(scatter_case, buffers, sums, backend=f"{backend}-atomic"),
+                make=partial(scatter_case, buffers, sums, backend=f"{backend}-atomic{lean}", lean=bool(lean)),
             ),
         ]
 

@@ -228,6 +228,7 @@ class Push:
                 scale=self._scale,
                 deterministic=self._deterministic,
                 overwrite=overwrite,
+                lean=not overwrite,  # a push runs beside the next layer's backward
             )
         self.pushed = True
         self._sent = weakref.ref(input_tensor)

@@ -70,10 +70,10 @@ def scatter_accumulate(
         skip_self: with overwrite: leave the own slot alone. Copies within a GPU take multiprocessors.
         method: `triton` on GPUs; on a CPU `torch`, or `triton` where the kernels are interpreted.
         num_programs: Triton programs to launch, of 512 threads each, or 32 with `lean`.
-        lean: launch the kernel that fits beside matrix products, where the other one waits for one to end, and costs
-            them less; not for shards that are no multiple of 16 elements, whose loads it could not keep in flight.
-            Within one GPU it takes 1.4 times as long alone; between GPUs it is not measured
-            (reports/kernels-h200/one-gpu).
+        lean: launch the kernel that fits beside matrix products, where the other one waits for one to end: over NVLink
+            0.36 to 0.9 times as long beside them as the other one, 1.1 times as long alone
+            (reports/kernels-h200/lean). Ignored for shards that are no multiple of 16 elements, whose loads it could
+            not keep in flight.
 
     Raises:
         InputError: a size, dtype or device does not fit the window, or the method is unknown or not possible here.

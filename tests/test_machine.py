@@ -143,7 +143,9 @@ def test_built_in_h200_is_its_committed_calibration():
     assert {fit.model for fit in machine.calibration.fits} == {
         *("qwen2.5-1.5b", "qwen2.5-7b", "qwen2.5-14b", "qwen2.5-32b")
     }
-    assert max(fit.heldout_max_rel_error for fit in machine.calibration.fits) < 0.05
+    errors = {(fit.model, fit.unit, fit.direction): fit.heldout_max_rel_error for fit in machine.calibration.fits}
+    assert max(error for (_, unit, _), error in errors.items() if unit != "embedding") < 0.04
+    assert max(errors.values()) < 0.051  # of a lookup of 20 us
     assert not any(sample.flagged for sample in machine.calibration.compute)
     for overlap in machine.cluster.overlap.values():
         assert overlap.copy_in > 1
@@ -156,10 +158,10 @@ CALIBRATIONS = Path(__file__).parent.parent / "traces" / "calibration"
 FIT = ("c0_s", "c1_s_per_token", "c2_s_per_token2", "floor_s")
 
 
-def fits_apart(first, second):
+def fits_apart(first, second, count=28):
     """Of each fit: the largest and the mean relative difference over the microbatches of 4,096 tokens and more."""
     fits = {(fit.model, fit.unit, fit.direction): fit for fit in first.fits}
-    assert len(second.fits) == len(fits) == 28
+    assert len(second.fits) == count
     most, mean = {}, {}
     for fit in second.fits:
         part = fit.model, fit.unit, fit.direction
@@ -182,14 +184,22 @@ def test_full_calibrations_of_one_machine_agree():
     assert most["qwen2.5-7b", "embedding", "forward"] * 20e-6 < 1e-6
 
 
+def test_quick_and_full_calibrations_of_one_machine_of_two_gpus_agree():
+    """Minutes apart, a quick one of one model: its fits are a full one's within 2.1 %, a lookup of 20 us among them."""
+    full = load_machine("h200-nvlink").calibration
+    most, mean = fits_apart(full, load_calibration(CALIBRATIONS / "h200-nvlink-2gpu-quick.json"), count=7)
+    assert max(most.values()) < 0.021
+    assert max(map(abs, mean.values())) < 0.01
+
+
 def test_full_calibrations_of_two_machines_of_a_kind_agree():
-    """Within 3 % at each microbatch, but for one fit of the 28."""
+    """Within 3 % at each microbatch, but for a lookup of 20 us."""
     most, mean = fits_apart(
         load_machine("h200-nvlink").calibration, load_calibration(CALIBRATIONS / "h200-nvlink-2gpu-other.json")
     )
-    assert [part for part, apart in most.items() if apart > 0.03] == [("qwen2.5-7b", "layer", "backward")]
-    assert max(most.values()) < 0.035
-    assert max(map(abs, mean.values())) < 0.025
+    assert [part for part, apart in most.items() if apart > 0.03] == [("qwen2.5-1.5b", "embedding", "forward")]
+    assert most["qwen2.5-1.5b", "embedding", "forward"] * 20e-6 < 1.5e-6
+    assert max(map(abs, mean.values())) < 0.02
 
 
 @pytest.mark.parametrize(

@@ -26,9 +26,10 @@ LAYERS = (5, 22)
 """Without the ends: behind the head, whose products clock the device down, layers are up to 2 % slower for a while."""
 FORWARD, BACKWARD = 1, 3
 """Of the steps of a stretch's cycle: copy-out, forward, copy-out, backward."""
-NAMES = (
-    *("balanced-collective-lb-micro", "short-collective-lb-micro", "balanced-odc-lb-mini", "short-odc-lb-mini"),
-    "short-collective-deferred-lb-mini",
+NAMES = tuple(
+    f"{study}-{pair}"
+    for pair in ("collective-deferred-lb-mini", "collective-lb-micro", "odc-lb-mini")
+    for study in ("balanced", "short")
 )
 
 

@@ -1,14 +1,20 @@
-"""Costs from a calibration file's fits of measured unit times."""
+"""Costs from a calibration file's fits of measured unit times, and from what the fits leave of those times."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from odc_sim.costs_types import ComputeCosts, UnitCost
 from odc_sim.errors import InputError
+from odc_sim.fits import Line
 from odc_sim.models import BUILT_IN, ModelSpec
+from odc_sim.residuals import Residuals, fit_residuals
 
 if TYPE_CHECKING:
-    from odc_sim.calibration import Calibration, Fit
+    from odc_sim.calibration import Calibration, ComputeSample, Fit
+
+FEWEST_SAMPLES = 5
+"""Of fewer the line, which has up to three coefficients, leaves nothing to tell from noise."""
 
 
 def measured_models(model: ModelSpec, calibration: "Calibration") -> list[str]:
@@ -23,7 +29,7 @@ def measured_models(model: ModelSpec, calibration: "Calibration") -> list[str]:
 
 
 def calibrated_costs(model: ModelSpec, calibration: "Calibration", recompute: bool = True) -> ComputeCosts:
-    """The costs of `model` from `calibration`'s fits of its units.
+    """The costs of `model` from `calibration`'s fits of its units, corrected by their samples (see `fitted_unit`).
 
     A layer's backward is the fit "backward_recompute" with `recompute`, else "backward". The head is not checkpointed
     with the layers: its "backward" counts or, where the loss recomputes its own chunks, "backward_recompute". The
@@ -49,8 +55,8 @@ def calibrated_costs(model: ModelSpec, calibration: "Calibration", recompute: bo
         _find(fits, name, "head_loss", "forward"),
         _find(fits, name, "head_loss", "backward_recompute" if head_recomputes else "backward"),
     ]
-    costs = [_unit_cost(fit) for fit in used]
-    embedding_costs = [_unit_cost(fit) for fit in embedding] or [UnitCost(), UnitCost()]
+    costs = [fitted_unit(calibration, fit) for fit in used]
+    embedding_costs = [fitted_unit(calibration, fit) for fit in embedding] or [UnitCost(), UnitCost()]
     return ComputeCosts(
         layers=model.layers,
         embedding_forward=embedding_costs[0],
@@ -73,13 +79,42 @@ def _find(fits: "dict[tuple[str, str], Fit]", model: str, unit: str, direction: 
     return fits[unit, direction]
 
 
-def _unit_cost(fit: "Fit") -> UnitCost:
+def line_of(fit: "Fit") -> Line:
+    """The fit as a function."""
+    return Line(
+        c0_s=fit.c0_s, c1_s_per_token=fit.c1_s_per_token, c2_s_per_token2=fit.c2_s_per_token2, floor_s=fit.floor_s
+    )
+
+
+def samples_of(calibration: "Calibration", fit: "Fit") -> "list[ComputeSample]":
+    """What the fit and its check were made from, flagged ones included."""
+    key = (fit.model, fit.unit, fit.direction)
+    return [s for s in calibration.compute if (s.model, s.unit, s.direction) == key]
+
+
+def fitted_unit(calibration: "Calibration", fit: "Fit") -> UnitCost:
+    """What the simulator takes a unit to cost: the fit, corrected by what it leaves of the samples it was made from.
+
+    Without the samples, as in files of other origin, or with few of them, the fit alone.
+    """
     return UnitCost(
+        residuals=_residuals(calibration, fit),
         c0_s=fit.c0_s,
         c1_s_per_token=fit.c1_s_per_token,
         c2_s_per_token2=fit.c2_s_per_token2,
         floor_s=fit.floor_s,
     )
+
+
+def _residuals(calibration: "Calibration", fit: "Fit") -> Residuals | None:
+    line = line_of(fit)
+    bare = replace(line, floor_s=0.0)
+    # Samples that are held out stay out here too: a report's errors at them are those of what is simulated.
+    samples = [s for s in samples_of(calibration, fit) if not (s.flagged or s.heldout)]
+    samples = [s for s in samples if bare([s.lengths])[0] > 0.0]
+    if len(samples) < FEWEST_SAMPLES:
+        return None
+    return fit_residuals([s.lengths for s in samples], [s.p50_s for s in samples], line)
 
 
 def _common_range(fits: "Sequence[Fit]", model: str) -> tuple[int, int]:

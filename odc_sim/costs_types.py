@@ -7,13 +7,17 @@ import numpy as np
 import numpy.typing as npt
 
 from odc_sim.errors import InputError
+from odc_sim.residuals import Residuals
 
 Provenance = Literal["measured", "fitted", "analytic"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitCost:
-    """One unit in one direction: c0_s + c1_s_per_token * tokens + c2_s_per_token2 * squares seconds a microbatch."""
+    """One unit in one direction: c0_s + c1_s_per_token * tokens + c2_s_per_token2 * squares seconds a microbatch.
+
+    That line is multiplied by 1 + `residuals` where there are any.
+    """
 
     c0_s: float = 0.0
     """Per microbatch, whatever its size."""
@@ -21,12 +25,16 @@ class UnitCost:
     c2_s_per_token2: float = 0.0
     floor_s: float = 0.0
     """The host's launch time, below which the unit does not get. Not applied here: the engine knows what hides it."""
+    residuals: Residuals | None = None
+    """By how much measured times differ from the line, depending on shape; relative, so it goes with any scale."""
 
     def __call__(self, tokens: npt.ArrayLike, squares: npt.ArrayLike) -> npt.NDArray[np.float64]:
         """Seconds [...] for microbatches of `tokens` [...] and sums of squared sample lengths `squares` [...]."""
         linear = self.c1_s_per_token * np.asarray(tokens, dtype=np.float64)
         quadratic = self.c2_s_per_token2 * np.asarray(squares, dtype=np.float64)
         seconds: npt.NDArray[np.float64] = np.asarray(self.c0_s + linear + quadratic, dtype=np.float64)
+        if self.residuals is not None:
+            seconds = np.asarray(seconds * (1.0 + self.residuals(tokens, squares)))
         return seconds
 
     def scaled(self, factor: float) -> "UnitCost":
@@ -39,8 +47,12 @@ class UnitCost:
         )
 
     def without_fixed(self) -> "UnitCost":
-        """The same with c0_s and floor_s zero."""
-        return replace(self, c0_s=0.0, floor_s=0.0)
+        """The slopes of the line alone: c0_s and floor_s are zero, and there are no residuals.
+
+        What this is for needs costs that add up over samples, whatever the microbatch: the bubble rate by its
+        definition, balancing by what each sample adds. Residuals belong to a whole microbatch, with its fixed part.
+        """
+        return replace(self, c0_s=0.0, floor_s=0.0, residuals=None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +74,7 @@ class ComputeCosts:
     """Where the numbers come from, in words."""
 
     def total(self) -> UnitCost:
-        """The coefficients of a whole microbatch, forward and backward (floors do not add up and are left out)."""
+        """The line of a whole microbatch, forward and backward; floors and residuals do not add up and are left out."""
         once = (self.embedding_forward, self.embedding_backward, self.head_forward, self.head_backward)
         parts = [(1, unit) for unit in once] + [(self.layers, self.layer_forward), (self.layers, self.layer_backward)]
         return UnitCost(
@@ -81,7 +93,7 @@ class ComputeCosts:
         return self.total().without_fixed()(tokens, np.square(tokens))
 
     def without_fixed(self) -> "ComputeCosts":
-        """The same with every c0_s and floor_s zero, which is what bubble_rate is defined with."""
+        """The slopes of the lines alone, which is what bubble_rate is defined with: see `UnitCost.without_fixed`."""
         return replace(
             self,
             embedding_forward=self.embedding_forward.without_fixed(),

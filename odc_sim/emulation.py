@@ -56,7 +56,8 @@ def emulated_shape(spec: ModelSpec, parameters_scale: int) -> EmulatedShape:
 def executed_costs(costs: ComputeCosts, time_scale: float) -> ComputeCosts:
     """`costs` as an emulated run executes them: `time_scale` seconds for each of theirs.
 
-    Without floors, which are the launch times of kernels that do not run.
+    Without floors, which are the launch times of kernels that do not run, and without residuals: units wait the line's
+    seconds (`odc_kernels.emulated` has only the coefficients on its device), so a simulation must not expect others.
 
     Raises:
         InputError: the scale is not a number above 0.
@@ -65,7 +66,7 @@ def executed_costs(costs: ComputeCosts, time_scale: float) -> ComputeCosts:
         raise InputError(f"time_scale: got {time_scale:g}, expected executed seconds per simulated second, above 0")
 
     def scaled(cost: UnitCost) -> UnitCost:
-        return replace(cost.scaled(time_scale), floor_s=0.0)
+        return replace(cost.scaled(time_scale), floor_s=0.0, residuals=None)
 
     return replace(
         costs,

@@ -43,7 +43,7 @@ class Perturbation:
         return cls(**dict(zip(names, factors.tolist(), strict=True)))
 
     def compute(self, costs: ComputeCosts) -> ComputeCosts:
-        """`costs` with its three parts scaled, the same in every unit and direction."""
+        """`costs` with its three parts scaled, the same in every unit and direction; residuals, relative, stay."""
         units: dict[str, UnitCost] = {name: self._unit(getattr(costs, name)) for name in UNITS}
         return replace(costs, **units)  # type: ignore[arg-type]
 

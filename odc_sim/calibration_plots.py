@@ -2,8 +2,11 @@
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from odc_sim.calibration import Calibration
-from odc_sim.calibration_tables import line_of, rate, samples_of, size
+from odc_sim.calibration_tables import rate, simulated_s, size
+from odc_sim.costs_measured import line_of, samples_of
 from odc_sim.plots_style import FAINT, INK, SCHEDULE_COLOURS, SMALL, new_figure, tidy
 
 if TYPE_CHECKING:
@@ -40,7 +43,7 @@ def bandwidth_figure(calibration: Calibration) -> "Figure":
 
 
 def cost_figure(calibration: Calibration) -> "Figure":
-    """For every model: a layer's measured times by tokens, and how far the fit is from each."""
+    """For every model: a layer's measured times by tokens, how far from each the simulator and (faint) the line is."""
     models = list(dict.fromkeys(fit.model for fit in calibration.fits))
     figure = new_figure(ROW_INCHES * len(models) + 0.4)
     rows = figure.subplots(len(models), 2, squeeze=False)
@@ -54,14 +57,16 @@ def cost_figure(calibration: Calibration) -> "Figure":
                 shown = [s for s in samples if s.heldout == held_out]
                 tokens = [s.tokens for s in shown]
                 times = [s.p50_s for s in shown]
-                errors = list(line_of(fit).rel_errors([s.lengths for s in shown], times)) if shown else []
+                shapes = [s.lengths for s in shown]
+                line, simulated = line_of(fit)(shapes), simulated_s(calibration, fit, shapes)
                 label = f"{fit.direction}{', held out' if held_out else ''}"
                 style = {"color": colour, "marker": marker, "s": 18, "linewidths": 1}
                 left.scatter(tokens, [s.p50_s * 1e3 for s in shown], label=label, **style)
-                right.scatter(tokens, [100 * error for error in errors], **style)
+                for seconds, alpha in ((line, 0.3), (simulated, 1.0)):
+                    right.scatter(tokens, 100 * (seconds / np.array(times) - 1.0), alpha=alpha, **style)
         left.set_ylabel(f"{model}\nms a layer", color=INK)
         left.set_yscale("log")
-        right.set_ylabel("fit minus measured, %", color=INK)
+        right.set_ylabel("simulated (faint: line)\nminus measured, %", color=INK)
         right.axhline(0, color=FAINT, linewidth=0.8)
         for axes in (left, right):
             axes.set_xscale("log", base=2)

@@ -13,10 +13,10 @@ from odc_sim.calibration_tables import (
     giga,
     heldout_errors,
     how_measured,
-    line_of,
     other_sections,
     percent,
     rate,
+    simulated_s,
     size,
     spread,
     star,
@@ -45,7 +45,13 @@ def write_calibration_report(path: str | Path) -> list[Path]:
     if calibration.transfers:
         plots.append(("bandwidth.png", "Bandwidth by size", bandwidth_figure(calibration)))
     if calibration.fits:
-        plots.append(("cost.png", "Time of a layer by tokens, and what the fit makes of it", cost_figure(calibration)))
+        plots.append(
+            (
+                "cost.png",
+                "Time of a layer by tokens, and how far the simulator and the line are from it",
+                cost_figure(calibration),
+            )
+        )
     for name, _, figure in plots:
         save_png(figure, folder / name)
         written.append(folder / name)
@@ -82,7 +88,7 @@ def summary(calibration: Calibration) -> list[str]:
             checked = median_and_worst if errors else "no long microbatch held out"
             lines.append(
                 f"{fit.model} layer {fit.direction}, one sample of {tokens:,} tokens: "
-                f"{line_of(fit)([[tokens]])[0] * 1e3:.3g} ms; {checked}; repeats {spread(fit)}"
+                f"{simulated_s(calibration, fit, [[tokens]])[0] * 1e3:.3g} ms; {checked}; repeats {spread(fit)}"
             )
     if host is not None:
         lines.append(

@@ -4,14 +4,18 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from odc_sim.calibration import Calibration, ComputeSample, Fit, TransferSample
-from odc_sim.fits import Line
+import numpy as np
+from numpy.typing import NDArray
+
+from odc_sim.calibration import Calibration, Fit, TransferSample
+from odc_sim.costs_measured import fitted_unit, line_of, samples_of
+from odc_sim.fits import Shapes, columns
 
 LONG_TOKENS = 4096
 """Shorter microbatches are ruled by launches; errors are stated from here on, and apart from them."""
 FIT_COLUMNS = (
     *("model", "unit", "c0, us", "c1, ns", "c2, ps", "floor, us", "tokens"),
-    *("fitted", "held out", "shorter", "repeats"),
+    *("fitted", "held out by the line", "held out", "shorter", "repeats"),
 )
 
 
@@ -21,26 +25,25 @@ def how_measured(calibration: Calibration) -> dict[str, Any]:
     return about if isinstance(about, dict) else {}
 
 
-def line_of(fit: Fit) -> Line:
-    """The fit as a function."""
-    return Line(
-        c0_s=fit.c0_s, c1_s_per_token=fit.c1_s_per_token, c2_s_per_token2=fit.c2_s_per_token2, floor_s=fit.floor_s
-    )
+def simulated_s(calibration: Calibration, fit: Fit, shapes: Shapes) -> NDArray[np.float64]:
+    """Seconds [shapes] that the simulator takes for a unit alone on `shapes`: corrected line and floor."""
+    _, tokens, squares = columns(shapes).T
+    return np.maximum(fit.floor_s, fitted_unit(calibration, fit)(tokens, squares))
 
 
-def samples_of(calibration: Calibration, fit: Fit) -> list[ComputeSample]:
-    """What the fit and its check were made from, flagged ones included."""
-    key = (fit.model, fit.unit, fit.direction)
-    return [s for s in calibration.compute if (s.model, s.unit, s.direction) == key]
+def heldout_errors(
+    calibration: Calibration, fit: Fit, *, long: bool, line_alone: bool = False
+) -> dict[tuple[int, ...], float]:
+    """(predicted - measured) / measured by sample lengths, of steady microbatches that no fit or correction saw.
 
-
-def heldout_errors(calibration: Calibration, fit: Fit, *, long: bool) -> dict[tuple[int, ...], float]:
-    """(predicted - measured) / measured by sample lengths, of steady microbatches that the fit did not see."""
-    found = {}
-    for sample in samples_of(calibration, fit):
-        if sample.heldout and not sample.flagged and (sample.tokens >= LONG_TOKENS) == long:
-            found[sample.lengths] = float(line_of(fit).rel_errors([sample.lengths], [sample.p50_s])[0])
-    return found
+    Predicted is what the simulator uses or, with `line_alone`, the fit without its correction.
+    """
+    samples = [
+        s for s in samples_of(calibration, fit) if s.heldout and not s.flagged and (s.tokens >= LONG_TOKENS) == long
+    ]
+    shapes = [s.lengths for s in samples]
+    predicted = line_of(fit)(shapes) if line_alone else simulated_s(calibration, fit, shapes)
+    return {s.lengths: float(p / s.p50_s - 1.0) for s, p in zip(samples, predicted, strict=True)}
 
 
 def rate(row: TransferSample) -> float:
@@ -130,9 +133,12 @@ def compute_sections(calibration: Calibration) -> list[str]:
     if not calibration.fits:
         return ["Nothing was measured."]
     parts = [
-        "seconds = c0 + c1 * tokens + c2 * sum of squared sample lengths, at least the floor. Errors are relative; "
-        f"those held out are of microbatches that no fit saw, of {LONG_TOKENS:,} tokens and more (median, worst) and "
-        "shorter (worst). Repeats: two fits, each of one of two times that all was measured, are so far apart at most.",
+        "seconds = c0 + c1 * tokens + c2 * sum of squared sample lengths, at least the floor: the line. The simulator "
+        "corrects it by what it leaves of the fitted microbatches, depending on shape (docs/calibration.md). Errors "
+        "are relative. Fitted: the line's worst. Those held out are of microbatches that neither fit nor correction "
+        f"saw, of {LONG_TOKENS:,} tokens and more (median, worst) by the line alone and as simulated, and shorter ones "
+        "as simulated (worst). Repeats: two fits, each of one of two times that all was measured, are so far apart at "
+        "most.",
         _table(
             FIT_COLUMNS,
             [
@@ -145,6 +151,7 @@ def compute_sections(calibration: Calibration) -> list[str]:
                     f"{fit.floor_s * 1e6:.1f}",
                     f"{fit.valid_tokens[0]:,} to {fit.valid_tokens[1]:,}",
                     f"{fit.max_rel_error:.1%}",
+                    percent(heldout_errors(calibration, fit, long=True, line_alone=True).values()),
                     percent(heldout_errors(calibration, fit, long=True).values()),
                     worst(heldout_errors(calibration, fit, long=False).values()),
                     spread(fit),
@@ -157,7 +164,9 @@ def compute_sections(calibration: Calibration) -> list[str]:
     rows = []
     for fit in calibration.fits:
         if fit.unit == "layer":
-            for sample in samples_of(calibration, fit):
+            samples = samples_of(calibration, fit)
+            simulated = simulated_s(calibration, fit, [s.lengths for s in samples])
+            for sample, corrected in zip(samples, simulated, strict=True):
                 expected = float(line_of(fit)([sample.lengths])[0])
                 rows.append(
                     [
@@ -167,10 +176,11 @@ def compute_sections(calibration: Calibration) -> list[str]:
                         f"{sample.tokens:,}",
                         f"{sample.p50_s * 1e3:.3f} ms",
                         f"{expected * 1e3:.3f} ms",
-                        f"{expected / sample.p50_s - 1:+.1%}{' h' if sample.heldout else ''}{star(sample.flagged)}",
+                        f"{expected / sample.p50_s - 1:+.1%}",
+                        f"{corrected / sample.p50_s - 1:+.1%}{' h' if sample.heldout else ''}{star(sample.flagged)}",
                     ]
                 )
-    return [*parts, _table(["model", "layer", "samples", "tokens", "measured", "fit", "error"], rows)]
+    return [*parts, _table(["model", "layer", "samples", "tokens", "measured", "line", "error", "simulated"], rows)]
 
 
 def other_sections(calibration: Calibration) -> list[str]:

@@ -385,7 +385,9 @@ def _unusual(study: Study) -> list[str]:
 def _bounds(inputs: Inputs, baseline_s: NDArray[np.float64]) -> dict[str, float]:
     """Seconds a minibatch that no policy beats that keeps samples in their minibatch: compute without fixed costs."""
     speed = np.array(inputs.study.device_speed or [1.0] * inputs.study.devices)
-    costs = [inputs.compute.sample_cost_s(inputs.lengths[ids]) for ids in inputs.minibatches]
+    shortest = int(inputs.lengths.min(initial=inputs.max_tokens))
+    least = inputs.compute.least_of_line((shortest, inputs.max_tokens))
+    costs = [least * inputs.compute.sample_cost_s(inputs.lengths[ids]) for ids in inputs.minibatches]
     shares = np.array([cost.sum() / speed.sum() for cost in costs])
     largest = np.array([cost.max(initial=0.0) / speed.max() for cost in costs])
     lower = np.maximum(shares, largest)

@@ -93,9 +93,10 @@ def samples_of(calibration: "Calibration", fit: "Fit") -> "list[ComputeSample]":
 
 
 def fitted_unit(calibration: "Calibration", fit: "Fit") -> UnitCost:
-    """What the simulator takes a unit to cost: the fit, corrected by what it leaves of the samples it was made from.
+    """What the simulator takes a unit to cost: the fit, for a layer corrected by what it leaves of its samples.
 
-    Without the samples, as in files of other origin, or with few of them, the fit alone.
+    Without the samples, as in files of other origin, or with few of them, the fit alone; so for heads and embeddings,
+    which have no attention: their lines are as good as their samples, of which there are few.
     """
     return UnitCost(
         residuals=_residuals(calibration, fit),
@@ -112,7 +113,7 @@ def _residuals(calibration: "Calibration", fit: "Fit") -> Residuals | None:
     # Samples that are held out stay out here too: a report's errors at them are those of what is simulated.
     samples = [s for s in samples_of(calibration, fit) if not (s.flagged or s.heldout)]
     samples = [s for s in samples if bare([s.lengths])[0] > 0.0]
-    if len(samples) < FEWEST_SAMPLES:
+    if fit.unit != "layer" or len(samples) < FEWEST_SAMPLES:
         return None
     return fit_residuals([s.lengths for s in samples], [s.p50_s for s in samples], line)
 

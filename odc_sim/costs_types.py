@@ -10,6 +10,8 @@ from odc_sim.errors import InputError
 from odc_sim.residuals import Residuals
 
 Provenance = Literal["measured", "fitted", "analytic"]
+GRID = 64
+"""Sizes, and lengths, at which `ComputeCosts.least_of_line` looks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,6 +84,22 @@ class ComputeCosts:
             c1_s_per_token=sum(n * unit.c1_s_per_token for n, unit in parts),
             c2_s_per_token2=sum(n * unit.c2_s_per_token2 for n, unit in parts),
         )
+
+    def least_of_line(self, tokens: tuple[int, int]) -> float:
+        """The least that a microbatch costs relative to what its samples add up to (`sample_cost_s`), at most 1.
+
+        Over a grid of all microbatches of so many tokens, of samples as short and as long as that. Below 1 only where
+        there are residuals, and they are negative.
+        """
+        low, high = (max(1, n) for n in tokens)
+        sizes = np.geomspace(low, max(low, high), GRID)[:, None]
+        lengths = np.minimum(np.geomspace(low, max(low, high), GRID)[None, :], sizes)
+        size, squares = np.broadcast_arrays(sizes, sizes * lengths)
+        once = (self.embedding_forward, self.embedding_backward, self.head_forward, self.head_backward)
+        whole_s = sum(unit(size, squares) for unit in once)
+        whole_s = whole_s + self.layers * (self.layer_forward(size, squares) + self.layer_backward(size, squares))
+        added_s = self.total().without_fixed()(size, squares)
+        return float(np.min(whole_s / added_s, initial=1.0, where=added_s > 0.0))
 
     def sample_cost_s(self, lengths: npt.ArrayLike) -> npt.NDArray[np.float64]:
         """What each sample adds to its microbatch [n], in seconds, for `lengths` [n] in tokens.

@@ -489,6 +489,38 @@ def validate(
 
 
 @app.command()
+def refine(
+    runs: Annotated[list[Path], typer.Argument(help="three folders that odc train wrote, of equal microbatches")],
+    calibration: Annotated[Path, Option(help="of the same machine")],
+    out: Annotated[Path, Option(help="the refined calibration.json to write")],
+    json_output: Annotated[bool, Option("--json", help="what has changed, for machines")] = False,
+) -> None:
+    """A calibration with what transfers, copies and the host cost in training, which matters where microbatches are
+    short: from one run each under collective-deferred, collective and odc.
+
+    Example:  odc refine runs/deferred runs/collective runs/odc --calibration mine.json --out refined.json
+    """
+    with _one_line_errors():
+        from datetime import UTC, datetime
+
+        from odc_sim.calibration import load_calibration, write_calibration
+        from odc_sim.refine import refine as refined_by
+        from odc_sim.run_files import read_run
+        from odc_sim.table_refine import changes, print_changes
+
+        before = load_calibration(calibration)
+        about = {"command": _command(), "created": datetime.now(UTC).isoformat(timespec="seconds")}
+        after = refined_by(before, [read_run(run) for run in runs], about)
+        write_calibration(out, after)
+        rows = changes(before, after)
+        if json_output:
+            _echo_json(rows)
+        else:
+            print_changes(rows, _console())
+            typer.echo(f"wrote {out}", err=True)
+
+
+@app.command()
 def workloads(
     name: Annotated[str | None, typer.Argument(help="show this workload, or a TOML or lengths file")] = None,
     json_output: Annotated[bool, Option("--json", help="for machines")] = False,

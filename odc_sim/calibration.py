@@ -167,6 +167,9 @@ class HostSample:
 
     seconds_per_unit_forward: SecondsOrZero
     seconds_per_unit_backward: SecondsOrZero
+    seconds_per_unit_forward_deferred: SecondsOrZero | None = None
+    """Under collective-deferred, which sets no parameters back to shards; None: as under the others."""
+    seconds_per_unit_forward_one_sided: SecondsOrZero | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -223,6 +223,12 @@ def other_sections(calibration: Calibration) -> list[str]:
     rows = []
     if host is not None:
         rows.append(["host, a unit forward", f"{host.seconds_per_unit_forward * 1e3:.3f} ms"])
+        for schedule, seconds in (
+            ("collective-deferred", host.seconds_per_unit_forward_deferred),
+            ("odc", host.seconds_per_unit_forward_one_sided),
+        ):
+            if seconds is not None:
+                rows.append([f"host, a unit forward under {schedule}", f"{seconds * 1e3:.3f} ms"])
         rows.append(["host, a unit backward", f"{host.seconds_per_unit_backward * 1e3:.3f} ms"])
     if ceilings is not None:
         rows.append(["matrix product", f"{ceilings.gemm_flops / 1e12:.4g} TFLOP/s"])

@@ -145,7 +145,7 @@ def build_durations(
         gather_forward_stretch=forward_stretch,
         gather_backward_stretch=backward_stretch,
         reduce_stretch=reduce_stretch,
-        host_forward_s=cluster.host.seconds_per_unit_forward,
+        host_forward_s=cluster.host.forward_s(one_sided=schedule.one_sided, deferred=schedule.deferred),
         host_backward_s=cluster.host.seconds_per_unit_backward,
         optimizer_s=transfers.optimizer_s,
         publish_s=transfers.publish_s,
@@ -192,7 +192,7 @@ class Executed:
 
 
 def _without_host(cluster: Cluster) -> Cluster:
-    return replace(cluster, host=replace(cluster.host, seconds_per_unit_forward=0.0, seconds_per_unit_backward=0.0))
+    return replace(cluster, host=cluster.host.idle())
 
 
 def _parts(load: Load) -> Iterator[slice]:

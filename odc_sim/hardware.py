@@ -94,6 +94,18 @@ class Host:
     seconds_per_unit_forward: float
     seconds_per_unit_backward: float
     source: str
+    seconds_per_unit_forward_deferred: float | None = None
+    seconds_per_unit_forward_one_sided: float | None = None
+
+    def forward_s(self, *, one_sided: bool, deferred: bool) -> float:
+        """Of a unit under a schedule."""
+        own = self.seconds_per_unit_forward_one_sided if one_sided else None
+        own = self.seconds_per_unit_forward_deferred if deferred else own
+        return self.seconds_per_unit_forward if own is None else own
+
+    def idle(self) -> "Host":
+        """One that is always ahead."""
+        return Host(seconds_per_unit_forward=0.0, seconds_per_unit_backward=0.0, source=self.source)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

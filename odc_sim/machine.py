@@ -151,6 +151,8 @@ def _put_in(calibration: Calibration, base: Cluster) -> Cluster:
         else Host(
             seconds_per_unit_forward=host.seconds_per_unit_forward,
             seconds_per_unit_backward=host.seconds_per_unit_backward,
+            seconds_per_unit_forward_deferred=host.seconds_per_unit_forward_deferred,
+            seconds_per_unit_forward_one_sided=host.seconds_per_unit_forward_one_sided,
             source=source,
         ),
     )

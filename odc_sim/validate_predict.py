@@ -147,8 +147,7 @@ def price(run: Run, machine: Machine) -> Priced:
     if config.device == "cpu":  # the host is the device; built-in hardware knows nothing of such a host
         measured_host = machine.calibration is not None and machine.calibration.host is not None
         transfers = on_one_stream(transfers, cluster.host if measured_host else None)
-        idle_host = replace(cluster.host, seconds_per_unit_forward=0.0, seconds_per_unit_backward=0.0)
-        cluster = replace(cluster, host=idle_host)
+        cluster = replace(cluster, host=cluster.host.idle())
     return Priced(
         model=model,
         load=Load.of(run.plan).part(run_rows(run)),
@@ -181,7 +180,7 @@ def predict(run: Run, machine: Machine, engine: str = "fast") -> Prediction:
         slowdown_s=durations.compute_slowdown_s.sum(axis=1),
         floor_s=durations.floor_s.sum(axis=1),
         unit_s=_unit_s(durations),
-        host_forward_s=priced.cluster.host.seconds_per_unit_forward if run.config.compute == "real" else 0.0,
+        host_forward_s=durations.host_forward_s if run.config.compute == "real" else 0.0,
         microbatches=durations.counts.sum(axis=1).astype(np.float64),
         memory=_memory(run, priced.model) if run.config.compute == "real" else None,
         provenance=_provenance(run, priced.compute, priced.transfers),

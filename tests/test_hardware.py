@@ -2,11 +2,12 @@
 
 import re
 import tomllib
+from dataclasses import replace
 
 import pytest
 
 from odc_sim.errors import InputError
-from odc_sim.hardware import ASSUMED_EFFICIENCY, DATA_DIR, Slowdown, builtin_hardware, load_cluster
+from odc_sim.hardware import ASSUMED_EFFICIENCY, DATA_DIR, Host, Slowdown, builtin_hardware, load_cluster
 
 MINIMAL = """
 [cluster]
@@ -289,3 +290,12 @@ def test_the_fastest_network_there_is():
     cluster = load_cluster(path)
     assert cluster.inter is not None
     assert cluster.inter.nic_bytes_per_s == 1e18
+
+
+def test_a_hosts_time_depends_on_the_schedule_where_that_is_known():
+    host = Host(seconds_per_unit_forward=3.0, seconds_per_unit_backward=6.0, source="test")
+    every = [{"one_sided": o, "deferred": d} for o, d in ((False, False), (False, True), (True, False))]
+    assert [host.forward_s(**schedule) for schedule in every] == [3.0, 3.0, 3.0]
+    known = replace(host, seconds_per_unit_forward_deferred=2.0, seconds_per_unit_forward_one_sided=2.5)
+    assert [known.forward_s(**schedule) for schedule in every] == [3.0, 2.0, 2.5]
+    assert [known.idle().forward_s(**schedule) for schedule in every] == [0.0, 0.0, 0.0]

@@ -138,7 +138,7 @@ def test_built_in_h200_is_its_committed_calibration():
     machine = load_machine("h200-nvlink")
     assert (machine.name, machine.cluster.name) == ("h200-nvlink", "h200-nvlink")
     assert machine.calibration is not None
-    assert machine.note.startswith("calibration: h200-nvlink-2gpu.json, measured 2026-11-30")
+    assert machine.note.startswith("calibration: h200-nvlink-2gpu-refined.json, measured 2026-11-30")
     assert 1.1 < machine.cluster.overlap["collective"].waiting < 1.25
     assert {fit.model for fit in machine.calibration.fits} == {
         *("qwen2.5-1.5b", "qwen2.5-7b", "qwen2.5-14b", "qwen2.5-32b")

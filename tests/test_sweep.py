@@ -234,7 +234,7 @@ def test_the_key_follows_a_built_in_calibration(monkeypatch, tmp_path):
     h200 = Study(hardware="h200-nvlink", devices=2)
     before = point_key(h200)
     toml, calibration = machine_files("h200-nvlink")
-    assert (toml.name, calibration.name) == ("h200-nvlink.toml", "h200-nvlink-2gpu.json")
+    assert (toml.name, calibration.name) == ("h200-nvlink.toml", "h200-nvlink-2gpu-refined.json")
     newer = tmp_path / "newer.json"
     newer.write_text(calibration.read_text().replace("2026", "2027"))
     monkeypatch.setattr("odc_sim.machine.machine_files", lambda _: [toml, newer])

@@ -499,7 +499,7 @@ def test_the_hosts_time_for_a_layer_is_compared(runs):
     measured = Path(__file__).parent.parent / "reports" / "validation-h200" / "runs" / "balanced-odc-lb-mini"
     (each,) = validate([measured], hardware="h200-nvlink").runs
     host = each.units["host, layer forward"]
-    assert host.predicted == load_machine("h200-nvlink").cluster.host.seconds_per_unit_forward
+    assert host.predicted == load_machine("h200-nvlink").cluster.host.seconds_per_unit_forward_one_sided
     assert host.measured == pytest.approx(0.00346, rel=0.01)
     assert any(line.startswith("  host, layer forward ") for line in run_lines(each))
     assert "host, layer forward" not in check(runs["odc"]).runs[0].units  # no time passes on this host

@@ -228,7 +228,7 @@ class Push:
                 scale=self._scale,
                 deterministic=self._deterministic,
                 overwrite=overwrite,
-                lean=not overwrite,  # a push runs beside the next layer's backward
+                lean=not overwrite,  # an addition runs beside the next layer's backward; what overwrites is a copy
             )
         self.pushed = True
         self._sent = weakref.ref(input_tensor)

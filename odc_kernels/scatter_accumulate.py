@@ -71,7 +71,7 @@ def scatter_accumulate(
         method: `triton` on GPUs; on a CPU `torch`, or `triton` where the kernels are interpreted.
         num_programs: Triton programs to launch, of 512 threads each, or 32 with `lean`.
         lean: launch the kernel that fits beside matrix products, where the other one waits for one to end: over NVLink
-            0.36 to 0.9 times as long beside them as the other one, 1.1 times as long alone
+            0.46 to 1.1 times as long beside them as the other one, 1.1 times as long alone
             (reports/kernels-h200/lean). Ignored for shards that are no multiple of 16 elements, whose loads it could
             not keep in flight.
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from odc_sim.results import Row
+from odc_sim.results import Larger, Row
 
 # From the least to the most that has to change in a training setup.
 EFFORT = ("collective", "collective-deferred", "odc", "odc-local-sum")
@@ -12,11 +12,17 @@ STOCK_BEST = {("collective", "cost-rows"), ("collective-deferred", "cost-rows")}
 """Without these rows nothing is known of how far stock FSDP2 gets."""
 
 
-def advise(rows: Sequence[Row], baseline: Row, bound_speedup: float | None, largest_sample_binds: bool) -> str:
+def advise(
+    rows: Sequence[Row],
+    baseline: Row,
+    bound_speedup: float | None,
+    largest_sample_binds: bool,
+    larger: Larger | None = None,
+) -> str:
     """A few sentences: the fastest usable row or a simpler one within 1 % of it, and what stock FSDP2 reaches instead.
 
     `bound_speedup`: what no policy can beat, None if unknown; `largest_sample_binds`: the longest sample of a minibatch
-    sets it.
+    sets it; `larger`: what stock FSDP2 reaches with larger microbatches, if that was tried.
     """
     running = [row for row in rows if row.runs]
     candidates = [row for row in running if row.usable]
@@ -53,7 +59,7 @@ def advise(rows: Sequence[Row], baseline: Row, bound_speedup: float | None, larg
         tried = {(row.schedule, row.policy) for row in rows} >= STOCK_BEST
         which = "best that stock FSDP2 reaches" if tried else "best stock FSDP2 among the rows simulated here"
         text += f" The {which} is {_gain(rival) - 1.0:+.0%}, {_name(rival)}."
-        text += _larger_microbatches(stock)
+        text += _larger_microbatches(stock) if larger is None else _with_larger_microbatches(larger, _gain(choice))
     deferred = [row for row in running if row.schedule == "collective-deferred"]
     if deferred and not any(row.fits for row in deferred):
         need = min(row.peak_memory_bytes.get("total", 0) for row in deferred) / 1e9
@@ -95,6 +101,16 @@ def _larger_microbatches(stock: Sequence[Row]) -> str:
         f" That is with --max-tokens {tokens}: memory holds {room:,}, and larger microbatches can let stock FSDP2 "
         f"balance as well; compare with --max-tokens {2 * tokens}."
     )
+
+
+def _with_larger_microbatches(larger: Larger, gain: float) -> str:
+    beyond = ", compute extrapolated" if larger.compute == "extrapolated" else ""
+    text = (
+        f" With --max-tokens {larger.max_tokens}, which memory holds, it reaches {larger.speedup - 1.0:+.0%}, "
+        f"{larger.schedule} + {larger.policy} ({larger.peak_memory_bytes / 1e9:.0f} GB a device{beyond})"
+    )
+    as_much = larger.speedup >= gain * (1.0 - 0.5 * WORTH_IT)
+    return text + (": as much without ODC, if microbatches may be that large." if as_much else ".")
 
 
 def _ceiling(bound_speedup: float | None, largest_sample_binds: bool) -> str:

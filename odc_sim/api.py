@@ -14,6 +14,7 @@ from odc_sim.errors import InputError, unknown_name
 from odc_sim.execution import Executed, Load, build_durations, execute
 from odc_sim.idle import Span
 from odc_sim.inputs import BOOTSTRAP_STREAM, SHUFFLE_STREAM, Inputs, load_inputs
+from odc_sim.larger import best_stock
 from odc_sim.length_stats import length_stats
 from odc_sim.memory import GatherDtype, MemoryEstimate, Recipe, largest_max_tokens, peak_memory
 from odc_sim.memory_moments import Place
@@ -31,7 +32,11 @@ from odc_sim.transfers import TransferCosts, transfer_costs
 
 LARGEST_WITH_FLOWS = 16
 """Devices up to which a timeline has every flow between ranks."""
-OTHER_STRATEGIES = "several nodes: odc sharding plays HSDP, PaRO and others, which send less between them"
+OTHER_STRATEGIES = (
+    "not in this table: odc sharding plays DDP and ZeRO-1, which where memory holds them meet once a minibatch without "
+    "ODC, and HSDP and PaRO, which send less between nodes"
+)
+BETWEEN_NODES = "several nodes: odc_kernels has run on the GPUs of one host only, its transfers between hosts have not"
 CAP_SHARE = 1.05
 """The longest sample is said to bind when it makes the lower bound this much larger than the balanced share."""
 
@@ -111,15 +116,34 @@ def simulate(study: Study, progress: Progress = _silent) -> Results:
     return run_study(study, progress).results
 
 
-def run_study(study: Study, progress: Progress = _silent) -> Simulation:
-    """`simulate`, keeping plans and makespans for a closer look."""
+def run_study(study: Study, progress: Progress = _silent, *, larger: bool = True) -> Simulation:
+    """`simulate`, keeping plans and makespans for a closer look.
+
+    `larger`: where ODC is advised, also try what stock FSDP2 reaches with larger microbatches.
+    """
     simulation = _run(study, progress)
+    if larger:
+        simulation = replace(simulation, results=_with_larger(simulation, progress))
     if not study.stability:
         return simulation
     from odc_sim.stability import with_stability
 
     results = with_stability(simulation.results, study, lambda other, off: _run(other, _silent, off).results, progress)
     return replace(simulation, results=results)
+
+
+def _with_larger(simulation: Simulation, progress: Progress) -> Results:
+    results = simulation.results
+
+    def run(other: Study) -> Results:
+        return _run(other, lambda _, done, total: progress(f"max_tokens {other.max_tokens:,}", done, total)).results
+
+    found = best_stock(results, simulation.inputs.study, run)
+    if found is None:
+        return results
+    baseline = next(row for row in results.rows if row.label == results.baseline)
+    words = advise(results.rows, baseline, results.bounds.get("speedup"), _binds(results.bounds), found)
+    return replace(results, larger=found, advice=words)
 
 
 def _run(study: Study, progress: Progress, perturbation: Perturbation | None = None) -> Simulation:
@@ -340,7 +364,6 @@ def _results(
         for schedule, policy in cells
     )
     bounds = _bounds(inputs, baseline_s)
-    binds = bounds["lower_bound"] > CAP_SHARE * bounds["balanced_share"]
     baseline = next(row for row in rows if row.label == study.baseline)
     sources = (f"compute: {inputs.compute.source}",)
     statistics = length_stats(inputs.lengths, inputs.groups)
@@ -348,18 +371,24 @@ def _results(
         rows=rows,
         bounds=bounds,
         baseline=study.baseline,
-        advice=advise(rows, baseline, bounds.get("speedup"), binds),
+        advice=advise(rows, baseline, bounds.get("speedup"), _binds(bounds)),
         notes=(
             *inputs.notes,
             *sources,
             *((inputs.machine.note,) if inputs.machine.note else ()),
             _memory_note(inputs),
-            *([OTHER_STRATEGIES] if study.devices > inputs.machine.cluster.devices_per_node else ()),
+            *([OTHER_STRATEGIES] if study.devices > 1 else ()),
+            *([BETWEEN_NODES] if study.devices > inputs.machine.cluster.devices_per_node else ()),
             *_unusual(study),
         ),
         study=study.model_dump(mode="json"),
         lengths={"name": inputs.workload_name, "max_tokens": inputs.max_tokens, **statistics.as_dict()},
     )
+
+
+def _binds(bounds: Mapping[str, float]) -> bool:
+    """Whether the longest sample of a minibatch sets what no policy beats."""
+    return bounds["lower_bound"] > CAP_SHARE * bounds["balanced_share"]
 
 
 def _memory_note(inputs: Inputs) -> str:
@@ -383,10 +412,11 @@ def _unusual(study: Study) -> list[str]:
 
 
 def _bounds(inputs: Inputs, baseline_s: NDArray[np.float64]) -> dict[str, float]:
-    """Seconds a minibatch that no policy beats that keeps samples in their minibatch: compute without fixed costs."""
+    """Seconds a minibatch that no policy beats that keeps samples in their minibatch: what samples add, without what
+    microbatches cost whatever is in them, times the least that any microbatch costs relative to that."""
     speed = np.array(inputs.study.device_speed or [1.0] * inputs.study.devices)
     shortest = int(inputs.lengths.min(initial=inputs.max_tokens))
-    least = inputs.compute.least_of_line((shortest, inputs.max_tokens))
+    least = inputs.compute.least_of_added((shortest, inputs.max_tokens))
     costs = [least * inputs.compute.sample_cost_s(inputs.lengths[ids]) for ids in inputs.minibatches]
     shares = np.array([cost.sum() / speed.sum() for cost in costs])
     largest = np.array([cost.max(initial=0.0) / speed.max() for cost in costs])

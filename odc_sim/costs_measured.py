@@ -1,7 +1,6 @@
 """Costs from a calibration file's fits of measured unit times, and from what the fits leave of those times."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from odc_sim.costs_types import ComputeCosts, UnitCost
@@ -96,7 +95,7 @@ def fitted_unit(calibration: "Calibration", fit: "Fit") -> UnitCost:
     """What the simulator takes a unit to cost: the fit, for a layer corrected by what it leaves of its samples.
 
     Without the samples, as in files of other origin, or with few of them, the fit alone; so for heads and embeddings,
-    which have no attention: their lines are as good as their samples, of which there are few.
+    which have few samples and no attention: a correction made held-out ones worse (docs/calibration.md).
     """
     return UnitCost(
         residuals=_residuals(calibration, fit),
@@ -108,14 +107,12 @@ def fitted_unit(calibration: "Calibration", fit: "Fit") -> UnitCost:
 
 
 def _residuals(calibration: "Calibration", fit: "Fit") -> Residuals | None:
-    line = line_of(fit)
-    bare = replace(line, floor_s=0.0)
     # Samples that are held out stay out here too: a report's errors at them are those of what is simulated.
     samples = [s for s in samples_of(calibration, fit) if not (s.flagged or s.heldout)]
-    samples = [s for s in samples if bare([s.lengths])[0] > 0.0]
     if fit.unit != "layer" or len(samples) < FEWEST_SAMPLES:
         return None
-    return fit_residuals([s.lengths for s in samples], [s.p50_s for s in samples], line)
+    found = fit_residuals([s.lengths for s in samples], [s.p50_s for s in samples], line_of(fit))
+    return found if found.points else None
 
 
 def _common_range(fits: "Sequence[Fit]", model: str) -> tuple[int, int]:

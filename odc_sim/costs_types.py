@@ -10,8 +10,8 @@ from odc_sim.errors import InputError
 from odc_sim.residuals import Residuals
 
 Provenance = Literal["measured", "fitted", "analytic"]
-GRID = 64
-"""Sizes, and lengths, at which `ComputeCosts.least_of_line` looks."""
+GRID = 256
+"""Sizes, and lengths, at which `ComputeCosts.least_of_added` looks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,7 +85,7 @@ class ComputeCosts:
             c2_s_per_token2=sum(n * unit.c2_s_per_token2 for n, unit in parts),
         )
 
-    def least_of_line(self, tokens: tuple[int, int]) -> float:
+    def least_of_added(self, tokens: tuple[int, int]) -> float:
         """The least that a microbatch costs relative to what its samples add up to (`sample_cost_s`), at most 1.
 
         Over a grid of all microbatches of so many tokens, of samples as short and as long as that. Below 1 only where

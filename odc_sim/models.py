@@ -191,6 +191,9 @@ def load_model(name_or_path: str) -> ModelSpec:
         if model.name == name_or_path:
             return model
     path = Path(name_or_path)
+    known = {model.name: model for model in BUILT_IN}.get(name_or_path.lower().rpartition("/")[2])
+    if known is not None and not path.exists():  # Qwen/Qwen2.5-7B, as Hugging Face has it
+        return known
     try:
         exists = path.exists()
     except OSError as error:

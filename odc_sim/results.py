@@ -70,6 +70,20 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Larger:
+    """The best that stock FSDP2 reaches with larger microbatches (`larger.py`)."""
+
+    max_tokens: int
+    schedule: str
+    policy: str
+    speedup: float
+    """In throughput, over the study's baseline at its own max_tokens."""
+    peak_memory_bytes: float
+    compute: str
+    """Where compute times come from: larger microbatches may be beyond what was measured."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Results:
     """What a study found."""
 
@@ -86,6 +100,8 @@ class Results:
     """Statistics of the drawn lengths."""
     stability: dict[str, Any] | None = None
     """How the ranking held in repeats with other seeds and costs; None where there were none."""
+    larger: Larger | None = None
+    """What stock FSDP2 reaches with a larger max_tokens; None where that was not tried."""
 
     def row(self, schedule: str, policy: str) -> Row:
         """The row of a schedule and policy. Raises InputError if the study did not ask for it."""
@@ -106,6 +122,7 @@ class Results:
             "study": self.study,
             "lengths": self.lengths,
             "stability": self.stability,
+            "larger": None if self.larger is None else asdict(self.larger),
         }
 
     def write_json(self, path: str | Path, command: str) -> None:
@@ -159,6 +176,9 @@ def read_results(path: str | Path) -> Results:
             **{name: data[name] for name in ("bounds", "baseline", "advice", "study", "lengths")},
             notes=tuple(data["notes"]),
             stability=data.get("stability"),
+            larger=Larger(**data["larger"]) if data.get("larger") else None,
         )
     except KeyError as error:
         raise InputError(f"{path}: field {error} is missing") from None
+    except TypeError as error:
+        raise InputError(f"{path}: larger: {str(error).replace('Larger.__init__() ', '')}") from None

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from odc_sim.api import simulate
+from odc_sim.api import run_study
 from odc_sim.errors import InputError, unknown_name
 from odc_sim.header import read_json, toolkit_version, write_json
 from odc_sim.report import make_directory
@@ -71,7 +71,7 @@ def run_sweep(
 def _compute(study: Study) -> Results | str:
     """In a worker: the results of a study, or why it has none."""
     try:
-        return simulate(study)
+        return run_study(study, larger=False).results
     except InputError as error:
         return str(error)
 

@@ -1,6 +1,6 @@
 """Results as text: one table that fits the terminal, then what a reader must know, then the advice."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 FULL_WIDTH = 120
 PROVENANCE_LETTERS = {"measured": "m", "fitted": "f", "analytic": "a", "extrapolated": "x"}
+EXPLAINED = ("microbatches", "provenance")
+"""Columns that the legend tells about."""
 LEAST_CAUSE = 0.005
 """A cause below this share of GPU time would be printed as 0 %."""
 
@@ -127,7 +129,8 @@ def print_results(results: Results, console: "Console") -> None:
     if rows:
         console.print(results_table(results, width=console.width, symbols=symbols))
         line()
-    for text in legend_lines(results, symbols):
+    shown = {column.name for column in columns_for(results, console.width, symbols)}
+    for text in legend_lines(results, symbols, shown):
         line(text, "dim")
     for text in (*_verdict_lines(results), *provenance_lines(results), *(f"note: {note}" for note in results.notes)):
         line(text)
@@ -180,8 +183,8 @@ def provenance_lines(results: Results) -> list[str]:
     return lines
 
 
-def legend_lines(results: Results, symbols: bool = True) -> list[str]:
-    """What the marks in the table mean; only those that occur."""
+def legend_lines(results: Results, symbols: bool = True, shown: Collection[str] = EXPLAINED) -> list[str]:
+    """What the marks in the table mean; only those that occur, in the columns that are `shown`."""
     rows = _running(results)
     parts = []
     if best_row(results) is not None:
@@ -192,12 +195,16 @@ def legend_lines(results: Results, symbols: bool = True) -> list[str]:
         parts.append(f"{'✗' if symbols else '!'} does not fit the device's memory")
     if any(row.label == results.baseline for row in rows):
         parts.append("base: what speedups are relative to")
+        parts.append(f"{'±' if symbols else '+-'}: 95 % of draws of minibatches, not how far off costs may be")
     lines = ["; ".join(parts)] if parts else []
     if rows:
         lines.append("lost to " + "; ".join(f"{names}: {meaning}" for names, meaning in _meanings(rows)))
-        letters = "f fitted, a analytic, m measured, x extrapolated"
-        lines.append(f"batches: a rank's microbatches, mean/most; from: see sources ({letters})")
-    return lines
+        meanings = {
+            "microbatches": "batches: a rank's microbatches, mean/most",
+            "provenance": "from: see sources (f fitted, a analytic, m measured, x extrapolated)",
+        }
+        lines.append("; ".join(meaning for name, meaning in meanings.items() if name in shown))
+    return [line for line in lines if line]
 
 
 def _meanings(rows: Sequence[Row]) -> list[tuple[str, str]]:

@@ -13,6 +13,7 @@ from odc_sim import Study, plan, simulate
 from odc_sim.advice import advise, advised_row
 from odc_sim.api import run_study
 from odc_sim.costs import ComputeCosts, UnitCost
+from odc_sim.errors import InputError
 from odc_sim.execution import Executed, Load, build_durations
 from odc_sim.hardware import Overlap, Slowdown, hardware_text, load_cluster
 from odc_sim.inputs import BOOTSTRAP_STREAM, LENGTHS_STREAM, SHUFFLE_STREAM
@@ -20,6 +21,7 @@ from odc_sim.machine import load_machine
 from odc_sim.metrics import speedup
 from odc_sim.models import load_model
 from odc_sim.plans import write_plan
+from odc_sim.results import Larger, read_results
 from odc_sim.schedules import make_schedule
 from odc_sim.transfers import transfer_costs
 
@@ -303,3 +305,65 @@ class TestAdvice:
         found = results.bounds["lower_bound"] / results.bounds["balanced_share"]
         assert found == pytest.approx(ratio, abs=0.008)
         assert ("The longest sample of a minibatch alone caps any policy" in results.advice) == binds
+
+
+class TestLargerMicrobatches:
+    """What stock FSDP2 reaches where memory holds more in a microbatch."""
+
+    STUDY = Study(workload="longalign", minibatches=20, policy=("lb-micro", "lb-mini"))
+
+    def test_it_is_tried_and_told(self):
+        results = simulate(self.STUDY)
+        larger = results.larger
+        assert larger is not None
+        tokens = results.rows[0].max_tokens
+        assert larger.max_tokens in (2 * tokens, 4 * tokens)
+        assert larger.max_tokens <= max(row.largest_max_tokens or 0 for row in results.rows)
+        # the same, simulated by itself, in samples over the baseline's at its own max_tokens
+        alone = simulate(
+            self.STUDY.model_copy(update={"max_tokens": larger.max_tokens, "schedule": (larger.schedule,)})
+        ).row(larger.schedule, larger.policy)
+        base = results.row("collective", "lb-micro")
+        assert larger.speedup == pytest.approx(alone.samples_per_s_per_device / base.samples_per_s_per_device)
+        assert larger.speedup > max(row.speedup for row in results.rows if row.usable and "odc" not in row.schedule)
+        assert larger.compute == "extrapolated"
+        told = f"With --max-tokens {larger.max_tokens}, which memory holds, it reaches +{larger.speedup - 1:.0%}"
+        assert told in results.advice
+        assert "compute extrapolated): as much without ODC, if microbatches may be that large." in results.advice
+        assert results.as_dict("test")["larger"]["policy"] == larger.policy
+
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {"schedule": ("collective", "collective-deferred")},  # odc is not advised
+            {"overlong": "clip"},  # other max_tokens are other lengths
+            {"max_tokens": 300_000},  # nothing larger fits
+        ],
+    )
+    def test_it_is_not_tried(self, changes):
+        assert simulate(self.STUDY.model_copy(update=changes)).larger is None
+
+    def test_what_falls_short_is_not_said_to_be_as_much(self):
+        base = make_row("collective", "lb-micro", speedup=1.0)
+        rows = (base, make_row("odc", "lb-mini", speedup=1.5))
+        larger = Larger(
+            max_tokens=9,
+            schedule="collective",
+            policy="lb-mini",
+            speedup=1.48,
+            peak_memory_bytes=33e9,
+            compute="fitted",
+        )
+        text = advise(rows, base, 2.0, False, larger)
+        assert "it reaches +48%, collective + lb-mini (33 GB a device)." in text
+        assert "as much without ODC" in advise(rows, base, 2.0, False, replace(larger, speedup=1.486))
+
+    def test_results_can_be_read_back(self, tmp_path):
+        results = simulate(self.STUDY)
+        results.write_json(tmp_path / "results.json", "test")
+        assert read_results(tmp_path / "results.json").larger == results.larger
+        data = json.loads((tmp_path / "results.json").read_text())
+        data["larger"]["unknown"] = 1
+        (tmp_path / "results.json").write_text(json.dumps(data))
+        with pytest.raises(InputError, match="larger: got an unexpected keyword argument 'unknown'"):
+            read_results(tmp_path / "results.json")

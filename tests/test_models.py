@@ -252,9 +252,18 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
         load_model(str(tmp_path / "none.json"))
 
 
+def test_names_as_hugging_face_has_them_are_the_built_in_models(tmp_path, monkeypatch) -> None:
+    assert load_model("Qwen/Qwen2.5-7B") is load_model("qwen2.5-7b")
+    assert load_model("QWEN2.5-7B") is load_model("qwen2.5-7b")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "Tiny").mkdir()  # what is there is what is meant
+    with pytest.raises(InputError, match=r"config\.json"):
+        load_model("Tiny")
+
+
 def test_unknown_names_suggest_the_closest() -> None:
-    with pytest.raises(InputError, match=r"unknown model 'qwen2.5-7B': did you mean 'qwen2.5-7b'\?"):
-        load_model("qwen2.5-7B")
+    with pytest.raises(InputError, match=r"unknown model 'qwen2.5-7': did you mean 'qwen2.5-7b'\?"):
+        load_model("qwen2.5-7")
     assert {"tiny", "qwen2.5-32b", "llama-65b"} <= set(builtin_models())
 
 

@@ -21,8 +21,6 @@ from odc_sim.residuals import AMPLITUDE, LARGEST, LENGTH_SCALE, NOISE, Residuals
 
 CALIBRATIONS = Path(__file__).parent.parent / "traces" / "calibration"
 LINE = Line(c0_s=0.0, c1_s_per_token=1e-6, c2_s_per_token2=0.0)
-TRUSTED = AMPLITUDE**2 / (AMPLITUDE**2 + NOISE**2)
-"""Of a difference at one measured point alone: 0.9."""
 SEVERAL = st.lists(
     st.tuples(st.lists(st.integers(1, 70_000), min_size=1, max_size=5), st.floats(1e-9, 1e3)), min_size=1, max_size=12
 )
@@ -257,14 +255,14 @@ def test_the_bound_holds_where_residuals_make_microbatches_cheaper_than_their_sa
     costs = ComputeCosts(
         layers=1, layer_forward=unit, provenance="measured", valid_tokens=None, source="test", **nothing
     )
-    assert costs.least_of_line((10, 100)) == 1.0
+    assert costs.least_of_added((10, 100)) == 1.0
     cheaper = replace(unit, residuals=Residuals(points=((np.log(100), np.log(10)),), weights=(-0.01,)))
-    assert replace(costs, layer_forward=cheaper).least_of_line((10, 100)) == pytest.approx(0.99)
+    assert replace(costs, layer_forward=cheaper).least_of_added((10, 100)) == pytest.approx(0.99)
     # a fixed cost in every microbatch makes up for it
     dearer = replace(cheaper, c0_s=200.0)
-    assert replace(costs, layer_forward=dearer).least_of_line((10, 100)) == 1.0
+    assert replace(costs, layer_forward=dearer).least_of_added((10, 100)) == 1.0
     # and where the line stands alone no microbatch is of that shape
-    assert replace(costs, layer_forward=cheaper).least_of_line((5000, 5000)) == pytest.approx(1.0, abs=1e-4)
+    assert replace(costs, layer_forward=cheaper).least_of_added((5000, 5000)) == pytest.approx(1.0, abs=1e-4)
 
 
 def test_nothing_beats_the_bound_on_nearly_balanced_work():
@@ -272,3 +270,38 @@ def test_nothing_beats_the_bound_on_nearly_balanced_work():
     results = simulate(study)
     assert results.row("odc", "lb-mini").speedup <= results.bounds["speedup"]
     assert results.bounds["speedup"] < 1.1
+
+
+def test_heads_and_embeddings_have_their_lines():
+    costs = calibrated_costs(load_model("qwen2.5-1.5b"), load_machine("h200-nvlink").calibration)
+    layers = (costs.layer_forward, costs.layer_backward)
+    others = (costs.embedding_forward, costs.embedding_backward, costs.head_forward, costs.head_backward)
+    assert all(unit.residuals is not None for unit in layers)
+    assert all(unit.residuals is None for unit in others)
+
+
+def test_samples_that_contradict_their_line_are_left_out():
+    """Half and twice as long, and a line of next to nothing, which no time is a multiple of."""
+    shapes = [[1000], [2000], [4000], [8000], [16000], [32000]]
+    seconds = LINE(shapes)
+    for wrong in (0.1, 2.0, 1e300):
+        found = fit_residuals([*shapes, [9000]], [*seconds, wrong * LINE([[9000]])[0]], LINE)
+        assert len(found.points) == len(shapes)
+        assert at(found, [9000]) == pytest.approx(0.0, abs=1e-12)
+    nothing = fit_residuals(shapes, seconds, Line(c0_s=1e-310, c1_s_per_token=0.0, c2_s_per_token2=0.0))
+    assert nothing.points == ()
+    assert at(nothing, [9000]) == 0.0
+
+
+def test_the_bound_looks_at_all_sizes_and_closely():
+    """Cheapest at 3,000 tokens in samples of 300, which is neither the shortest nor the longest; 16 times finer than
+    what a grid of 64 misses."""
+    unit = UnitCost(c1_s_per_token=1.0, residuals=Residuals(points=((np.log(3000), np.log(300)),), weights=(-0.01,)))
+    nothing = dict.fromkeys(
+        ("embedding_forward", "embedding_backward", "head_forward", "head_backward", "layer_backward"), UnitCost()
+    )
+    costs = ComputeCosts(
+        layers=1, layer_forward=unit, provenance="measured", valid_tokens=None, source="test", **nothing
+    )
+    assert costs.least_of_added((10, 100_000)) == pytest.approx(0.99, abs=1e-5)
+    assert costs.least_of_added((100_000, 100_000)) > 0.999

@@ -67,8 +67,30 @@ def layers(name: str, fits: dict[str, dict[str, float]]) -> pd.DataFrame:
     )
 
 
+def by_time_in_flight(name: str, fits: dict[str, dict[str, float]]) -> pd.DataFrame:
+    """Backwards of a run: microseconds beyond the fit by the microseconds in which a transfer was in flight."""
+    found = layers(name, fits)
+    spans = pd.DataFrame(asdict(read_run(RUNS / name).timeline))
+    spans = spans[spans.kind.isin(["unshard", "reduce"])]
+    of_rank = {
+        key: (part.start_s.to_numpy(), part.end_s.to_numpy()) for key, part in spans.groupby(["minibatch", "rank"])
+    }
+    rows = []
+    for layer in found[found.kind == "backward"].itertuples():
+        starts, ends = of_rank[layer.minibatch, layer.rank]
+        pieces = sorted(zip(np.maximum(starts, layer.start_s), np.minimum(ends, layer.end_s), strict=True))
+        flight_s, until = 0.0, layer.start_s
+        for start, end in pieces:
+            flight_s += max(0.0, end - max(start, until))
+            until = max(until, end)
+        rows.append((layer.rank, 1e6 * flight_s, layer.beyond_us))
+    table = pd.DataFrame(rows, columns=["rank", "in flight, us", "beyond_us"])
+    cut = pd.cut(table["in flight, us"], [0, 600, 700, 800, 1000, 1300, 1700, 2500, 1e5])
+    return table.groupby(["rank", cut], observed=True).beyond_us.agg(["median", "count"]).round(0)
+
+
 def main() -> None:
-    """Print both."""
+    """Print all."""
     calibration = json.loads(CALIBRATION.read_text(encoding="utf-8"))
     print("in the calibration: microseconds of a layer beyond those with nothing in flight")
     print(stretches(calibration).to_string(index=False))
@@ -78,6 +100,8 @@ def main() -> None:
         by = ["kind", "first", "last", "rank"]
         print(f"{name}: microseconds beyond the fit")
         print(found.groupby(by)[["beyond_us", "beyond_percent"]].median().round(1).to_string())
+    print("balanced-collective-lb-micro: backwards by how long transfers are in flight beside them")
+    print(by_time_in_flight("balanced-collective-lb-micro", fits).to_string())
 
 
 if __name__ == "__main__":

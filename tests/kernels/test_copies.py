@@ -140,7 +140,8 @@ def test_a_units_first_push_is_prepared_and_later_ones_add(driver, monkeypatch):
     push.pushed = False
     push(gradients[:4], gradients.bfloat16(), None, None)  # a cast is no copy engine's
     expected = {"offset": 2, "scale": 1.0, "deterministic": True}
-    assert added == [expected | {"overwrite": False}, expected | {"overwrite": True}]
+    lean, plain = {"overwrite": False, "lean": True}, {"overwrite": True, "lean": False}
+    assert added == [expected | lean, expected | plain]
     assert driver.calls == 1
 
 

@@ -106,7 +106,7 @@ def _larger_microbatches(stock: Sequence[Row]) -> str:
 def _with_larger_microbatches(larger: Larger, gain: float) -> str:
     beyond = ", compute extrapolated" if larger.compute == "extrapolated" else ""
     text = (
-        f" With --max-tokens {larger.max_tokens}, which memory holds, it reaches {larger.speedup - 1.0:+.0%}, "
+        f" With --max-tokens {larger.max_tokens} it reaches {larger.speedup - 1.0:+.0%}, "
         f"{larger.schedule} + {larger.policy} ({larger.peak_memory_bytes / 1e9:.0f} GB a device{beyond})"
     )
     as_much = larger.speedup >= gain * (1.0 - 0.5 * WORTH_IT)

@@ -1,4 +1,4 @@
-"""What stock FSDP2 reaches if microbatches may be larger, tried where memory holds them.
+"""What stock FSDP2 reaches if microbatches may be larger, tried as long as memory holds them.
 
 With room for more samples in a microbatch, fewer plans need unequal counts, so collectives can balance better without
 ODC. A comparison at one max_tokens alone would be unfair to them.
@@ -30,16 +30,17 @@ def best_stock(results: Results, study: Study, run: Callable[[Study], Results]) 
     chosen = advised_row(results.rows, baseline)
     if chosen is None or chosen.schedule in SCHEDULES or study.plan is not None or study.overlong != "error":
         return None
-    room = max((row.largest_max_tokens or 0 for row in results.rows if row.schedule in SCHEDULES), default=0)
     found: list[Row] = []
     for times in TIMES:
-        if times * chosen.max_tokens <= room:
-            changes = {"max_tokens": times * chosen.max_tokens, "schedule": SCHEDULES, "policy": POLICIES}
-            try:
-                other = run(study.model_copy(update={**changes, "baseline": BASELINE, "stability": 0}))
-            except InputError:  # fewer microbatches than the baseline needs, say
-                continue
-            found += [row for row in other.rows if row.usable]
+        changes = {"max_tokens": times * chosen.max_tokens, "schedule": SCHEDULES, "policy": POLICIES}
+        try:
+            other = run(study.model_copy(update={**changes, "baseline": BASELINE, "stability": 0}))
+        except InputError:  # the baseline cannot run there
+            break
+        fitting = [row for row in other.rows if row.usable]
+        if not fitting:
+            break
+        found += fitting
     best = max(found, key=_throughput, default=None)
     if best is None:
         return None

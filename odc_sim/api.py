@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from odc_sim.advice import advise
+from odc_sim.beyond import beyond
 from odc_sim.costs import extrapolated
 from odc_sim.emulation import on_one_stream
 from odc_sim.errors import InputError, unknown_name
@@ -376,6 +377,7 @@ def _results(
             *inputs.notes,
             *sources,
             *((inputs.machine.note,) if inputs.machine.note else ()),
+            *beyond(inputs, rows, plans),
             _memory_note(inputs),
             *([OTHER_STRATEGIES] if study.devices > 1 else ()),
             *([BETWEEN_NODES] if study.devices > inputs.machine.cluster.devices_per_node else ()),

@@ -24,9 +24,11 @@ LEAST_SHARE = 0.0005
 """Causes below this share of GPU time on both sides are left out of the table."""
 LEAST_PREDICTED_S = 1e-6
 """An error relative to less than this is told of nothing: a clock's tick is thousands of percent of it."""
+SPEEDUP_NOTE = "points: hundredths, measured minus predicted; of gain: measured gain as a part of the predicted one"
 DERIVED_NOTE = (
     "(d) derived: what compute spans take beyond the calibration's compute counts as host up to the predicted floors, "
-    "then as slowdown; a measurement cannot tell these apart, so wrong compute costs show here too (see units)"
+    "then as slowdown; a measurement cannot tell these apart, so wrong compute costs show here too. "
+    "Units are compared to see where an error comes from; they are not judged"
 )
 PORTS_NOTE = "ports: a measurement cannot tell sharing ports from exposed transfers; compare the line below it"
 
@@ -114,7 +116,7 @@ def speedup_lines(found: Validation) -> list[str]:
     width = max(len(each.run) for each in found.speedups)
     lines = [f"{'speedup':<{width}} {'predicted':>10} {'measured':>10} {'points':>7} {'of gain':>8}  over"]
     lines += [_speedup_line(each, width) for each in found.speedups]
-    return [*lines, order_line(found.orders)]
+    return [*lines, SPEEDUP_NOTE, order_line(found.orders)]
 
 
 def _speedup_line(each: SpeedupValidation, width: int) -> str:

@@ -218,6 +218,20 @@ def test_what_is_measured_on_two_h200s_and_what_is_extrapolated(changes, compute
     assert row.provenance["optimizer"] == "measured"
 
 
+def test_a_note_says_what_was_asked_and_what_was_measured():
+    study = {"hardware": "h200-nvlink", "minibatch_size": 2, "minibatches": 20, "policy": ("lb-mini",)}
+
+    def notes(**changes):
+        return [n for n in simulate(Study(**study | {"schedule": ("odc",)} | changes)).notes if "extrapolated" in n]
+
+    assert notes(devices=2) == []
+    assert notes(devices=8) == ["transfers extrapolated: measured over 2 GPUs, here 8"]
+    (note,) = notes(devices=2, scale=2.0)
+    assert note.startswith("compute extrapolated: lb-micro, lb-mini with microbatches of ")
+    assert note.endswith(" tokens, measured from 256 to 65,536")
+    assert notes(devices=2, model="tiny") == ["transfers extrapolated: shards of sizes beyond those measured"]
+
+
 def test_a_cpus_transfers_are_not_put_beside_a_gpus_compute(tmp_path):
     data = json.loads(SMALL.read_text())
     del data["environment"]["gpu"]

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from odc_sim.results import Larger, Row
+from odc_sim.results import Larger, Row, Zero1
 
 # From the least to the most that has to change in a training setup.
 EFFORT = ("collective", "collective-deferred", "odc", "odc-local-sum")
@@ -18,11 +18,12 @@ def advise(
     bound_speedup: float | None,
     largest_sample_binds: bool,
     larger: Larger | None = None,
+    zero1: Zero1 | None = None,
 ) -> str:
     """A few sentences: the fastest usable row or a simpler one within 1 % of it, and what stock FSDP2 reaches instead.
 
     `bound_speedup`: what no policy can beat, None if unknown; `largest_sample_binds`: the longest sample of a minibatch
-    sets it; `larger`: what stock FSDP2 reaches with larger microbatches, if that was tried.
+    sets it; `larger` and `zero1`: what stock FSDP2 reaches with larger microbatches, and ZeRO-1, if that was tried.
     """
     running = [row for row in rows if row.runs]
     candidates = [row for row in running if row.usable]
@@ -39,7 +40,9 @@ def advise(
     gain = _gain(choice) - 1.0
     if gain < WORTH_IT and baseline.usable:
         return f"Keep {_name(baseline)}: nothing that fits gains {WORTH_IT:.0%} here.{ceiling}"
-    text = f"Use {_name(choice)}: "
+    rivals = [*([larger.speedup] if larger else []), *([zero1.speedup] if zero1 and zero1.fits else [])]
+    alone = not any(_as_much(speedup, _gain(choice)) for speedup in rivals)
+    text = f"{'Use' if alone else 'Of this table use'} {_name(choice)}: "
     if not baseline.usable:
         why = "does not fit the device's memory" if not baseline.fits else "runs here only by chance"
         text += f"{_name(baseline)}, the baseline, {why}; "
@@ -60,6 +63,8 @@ def advise(
         which = "best that stock FSDP2 reaches" if tried else "best stock FSDP2 among the rows simulated here"
         text += f" The {which} is {_gain(rival) - 1.0:+.0%}, {_name(rival)}."
         text += _larger_microbatches(stock) if larger is None else _with_larger_microbatches(larger, _gain(choice))
+    if zero1 is not None:
+        text += _zero1(zero1, _gain(choice))
     deferred = [row for row in running if row.schedule == "collective-deferred"]
     if deferred and not any(row.fits for row in deferred):
         need = min(row.peak_memory_bytes.get("total", 0) for row in deferred) / 1e9
@@ -103,14 +108,26 @@ def _larger_microbatches(stock: Sequence[Row]) -> str:
     )
 
 
+def _as_much(speedup: float, gain: float) -> bool:
+    return speedup >= gain * (1.0 - 0.5 * WORTH_IT)
+
+
 def _with_larger_microbatches(larger: Larger, gain: float) -> str:
     beyond = ", compute extrapolated" if larger.compute == "extrapolated" else ""
     text = (
         f" With --max-tokens {larger.max_tokens} it reaches {larger.speedup - 1.0:+.0%}, "
         f"{larger.schedule} + {larger.policy} ({larger.peak_memory_bytes / 1e9:.0f} GB a device{beyond})"
     )
-    as_much = larger.speedup >= gain * (1.0 - 0.5 * WORTH_IT)
-    return text + (": as much without ODC, if microbatches may be that large." if as_much else ".")
+    as_much = ": as much without ODC, if microbatches may be that large."
+    return text + (as_much if _as_much(larger.speedup, gain) else ".")
+
+
+def _zero1(zero1: Zero1, gain: float) -> str:
+    gigabytes = f"{zero1.peak_memory_bytes / 1e9:.0f} GB a device"
+    if not zero1.fits:
+        return f" ZeRO-1 would need {gigabytes}, which does not fit."
+    text = f" ZeRO-1 (odc sharding) reaches {zero1.speedup - 1.0:+.0%} in {gigabytes}"
+    return text + (": as much without ODC." if _as_much(zero1.speedup, gain) else ".")
 
 
 def _ceiling(bound_speedup: float | None, largest_sample_binds: bool) -> str:

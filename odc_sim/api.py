@@ -15,7 +15,6 @@ from odc_sim.errors import InputError, unknown_name
 from odc_sim.execution import Executed, Load, build_durations, execute
 from odc_sim.idle import Span
 from odc_sim.inputs import BOOTSTRAP_STREAM, SHUFFLE_STREAM, Inputs, load_inputs
-from odc_sim.larger import best_stock
 from odc_sim.length_stats import length_stats
 from odc_sim.memory import GatherDtype, MemoryEstimate, Recipe, largest_max_tokens, peak_memory
 from odc_sim.memory_moments import Place
@@ -27,6 +26,7 @@ from odc_sim.plans import Plan, pad_microbatches, unequal_counts
 from odc_sim.policies import POLICIES, lay_out
 from odc_sim.progress import Progress
 from odc_sim.results import Results, Row
+from odc_sim.rivals import baseline_row, larger_microbatches, odc_is_advised, zero1
 from odc_sim.schedules import SCHEDULES, Schedule, make_schedule
 from odc_sim.study import Study
 from odc_sim.transfers import TransferCosts, transfer_costs
@@ -117,14 +117,14 @@ def simulate(study: Study, progress: Progress = _silent) -> Results:
     return run_study(study, progress).results
 
 
-def run_study(study: Study, progress: Progress = _silent, *, larger: bool = True) -> Simulation:
+def run_study(study: Study, progress: Progress = _silent, *, rivals: bool = True) -> Simulation:
     """`simulate`, keeping plans and makespans for a closer look.
 
-    `larger`: where ODC is advised, also try what stock FSDP2 reaches with larger microbatches.
+    `rivals`: before ODC is advised, also try larger microbatches and ZeRO-1 without it.
     """
     simulation = _run(study, progress)
-    if larger:
-        simulation = replace(simulation, results=_with_larger(simulation, progress))
+    if rivals and odc_is_advised(simulation.results):
+        simulation = replace(simulation, results=_with_rivals(simulation, progress))
     if not study.stability:
         return simulation
     from odc_sim.stability import with_stability
@@ -133,18 +133,15 @@ def run_study(study: Study, progress: Progress = _silent, *, larger: bool = True
     return replace(simulation, results=results)
 
 
-def _with_larger(simulation: Simulation, progress: Progress) -> Results:
-    results = simulation.results
+def _with_rivals(simulation: Simulation, progress: Progress) -> Results:
+    results, study = simulation.results, simulation.inputs.study
 
     def run(other: Study) -> Results:
         return _run(other, lambda _, done, total: progress(f"max_tokens {other.max_tokens:,}", done, total)).results
 
-    found = best_stock(results, simulation.inputs.study, run)
-    if found is None:
-        return results
-    baseline = next(row for row in results.rows if row.label == results.baseline)
-    words = advise(results.rows, baseline, results.bounds.get("speedup"), _binds(results.bounds), found)
-    return replace(results, larger=found, advice=words)
+    found = replace(results, larger=larger_microbatches(results, study, run), zero1=zero1(results, study))
+    asked = results.rows, baseline_row(results), results.bounds.get("speedup"), _binds(results.bounds)
+    return replace(found, advice=advise(*asked, larger=found.larger, zero1=found.zero1))
 
 
 def _run(study: Study, progress: Progress, perturbation: Perturbation | None = None) -> Simulation:

@@ -71,7 +71,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Larger:
-    """The best that stock FSDP2 reaches with larger microbatches (`larger.py`)."""
+    """The best that stock FSDP2 reaches with larger microbatches (`rivals.py`)."""
 
     max_tokens: int
     schedule: str
@@ -81,6 +81,16 @@ class Larger:
     peak_memory_bytes: float
     compute: str
     """Where compute times come from: larger microbatches may be beyond what was measured."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Zero1:
+    """What ZeRO-1 with gradients summed on the rank does in place of full sharding (`rivals.py`)."""
+
+    speedup: float
+    """In time, over the study's baseline."""
+    peak_memory_bytes: float
+    fits: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,6 +112,8 @@ class Results:
     """How the ranking held in repeats with other seeds and costs; None where there were none."""
     larger: Larger | None = None
     """What stock FSDP2 reaches with a larger max_tokens; None where that was not tried."""
+    zero1: Zero1 | None = None
+    """Likewise."""
 
     def row(self, schedule: str, policy: str) -> Row:
         """The row of a schedule and policy. Raises InputError if the study did not ask for it."""
@@ -123,6 +135,7 @@ class Results:
             "lengths": self.lengths,
             "stability": self.stability,
             "larger": None if self.larger is None else asdict(self.larger),
+            "zero1": None if self.zero1 is None else asdict(self.zero1),
         }
 
     def write_json(self, path: str | Path, command: str) -> None:
@@ -177,8 +190,9 @@ def read_results(path: str | Path) -> Results:
             notes=tuple(data["notes"]),
             stability=data.get("stability"),
             larger=Larger(**data["larger"]) if data.get("larger") else None,
+            zero1=Zero1(**data["zero1"]) if data.get("zero1") else None,
         )
     except KeyError as error:
         raise InputError(f"{path}: field {error} is missing") from None
     except TypeError as error:
-        raise InputError(f"{path}: larger: {str(error).replace('Larger.__init__() ', '')}") from None
+        raise InputError(f"{path}: {str(error).replace('.__init__()', '')}") from None

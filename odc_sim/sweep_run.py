@@ -71,7 +71,7 @@ def run_sweep(
 def _compute(study: Study) -> Results | str:
     """In a worker: the results of a study, or why it has none."""
     try:
-        return run_study(study, larger=False).results
+        return run_study(study, rivals=False).results
     except InputError as error:
         return str(error)
 

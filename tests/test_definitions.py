@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from builders import make_row
 
-from odc_sim import Study, plan, simulate
+from odc_sim import Study, plan, shard, simulate
 from odc_sim.advice import advise, advised_row
 from odc_sim.api import run_study
 from odc_sim.costs import ComputeCosts, UnitCost
@@ -23,6 +23,7 @@ from odc_sim.models import load_model
 from odc_sim.plans import write_plan
 from odc_sim.results import Larger, read_results
 from odc_sim.schedules import make_schedule
+from odc_sim.sharding import Strategy
 from odc_sim.transfers import transfer_costs
 
 SMALL = Path(__file__).parent / "data" / "calibration-small.json"
@@ -307,12 +308,12 @@ class TestAdvice:
         assert ("The longest sample of a minibatch alone caps any policy" in results.advice) == binds
 
 
-class TestLargerMicrobatches:
-    """What stock FSDP2 reaches where memory holds more in a microbatch."""
+class TestRivals:
+    """What does without ODC: larger microbatches, and ZeRO-1."""
 
     STUDY = Study(workload="longalign", minibatches=20, policy=("lb-micro", "lb-mini"))
 
-    def test_it_is_tried_and_told(self):
+    def test_larger_microbatches_are_tried_and_told(self):
         results = simulate(self.STUDY)
         larger = results.larger
         assert larger is not None
@@ -340,8 +341,25 @@ class TestLargerMicrobatches:
             {"max_tokens": 300_000},  # nothing larger fits
         ],
     )
-    def test_it_is_not_tried(self, changes):
+    def test_larger_microbatches_are_not_tried(self, changes):
         assert simulate(self.STUDY.model_copy(update=changes)).larger is None
+
+    def test_zero1_is_tried_and_told(self):
+        """As odc sharding has it, which has the same baseline."""
+        results = simulate(self.STUDY)
+        sharded = shard(Study(workload="longalign", minibatches=20), (Strategy("N", "N", "G"),))
+        row = sharded.row("NNG", "collective")
+        assert results.zero1 is not None
+        assert results.zero1.speedup == pytest.approx(row.speedup)
+        assert (results.zero1.peak_memory_bytes, results.zero1.fits) == (row.peak_bytes, True)
+        assert f"ZeRO-1 (odc sharding) reaches +{row.speedup - 1:.0%} in 30 GB a device: as much" in results.advice
+        assert results.advice.startswith("Of this table use odc + lb-mini: ")
+        large = simulate(self.STUDY.model_copy(update={"model": "qwen2.5-14b", "devices": 16}))
+        assert "ZeRO-1 would need 154 GB a device, which does not fit." in large.advice
+        assert large.advice.startswith("Use odc + lb-mini: ")
+        assert large.larger is None
+        # odc sharding knows no such field
+        assert simulate(self.STUDY.model_copy(update={"barrier": "microbatch"})).zero1 is None
 
     def test_what_falls_short_is_not_said_to_be_as_much(self):
         base = make_row("collective", "lb-micro", speedup=1.0)
@@ -361,9 +379,10 @@ class TestLargerMicrobatches:
     def test_results_can_be_read_back(self, tmp_path):
         results = simulate(self.STUDY)
         results.write_json(tmp_path / "results.json", "test")
-        assert read_results(tmp_path / "results.json").larger == results.larger
+        again = read_results(tmp_path / "results.json")
+        assert (again.larger, again.zero1) == (results.larger, results.zero1)
         data = json.loads((tmp_path / "results.json").read_text())
         data["larger"]["unknown"] = 1
         (tmp_path / "results.json").write_text(json.dumps(data))
-        with pytest.raises(InputError, match="larger: got an unexpected keyword argument 'unknown'"):
+        with pytest.raises(InputError, match=r"results\.json: Larger got an unexpected keyword argument 'unknown'"):
             read_results(tmp_path / "results.json")

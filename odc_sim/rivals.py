@@ -1,0 +1,88 @@
+"""What does without ODC, tried before ODC is advised: larger microbatches, and ZeRO-1.
+
+With room for more samples in a microbatch, fewer plans need unequal counts, so stock FSDP2 can balance better. And
+where a device holds all parameters and gradients, ranks of ZeRO-1 meet once a minibatch anyhow. A comparison at one
+max_tokens, with full sharding only, would be unfair to both.
+"""
+
+from collections.abc import Callable
+
+from odc_sim.advice import advised_row
+from odc_sim.errors import InputError
+from odc_sim.results import Larger, Results, Row, Zero1
+from odc_sim.sharding import Strategy
+from odc_sim.study import Study
+
+TIMES = (2, 4)
+"""The study's max_tokens."""
+SCHEDULES = ("collective", "collective-deferred")
+POLICIES = ("lb-micro", "lb-mini", "cost-rows")
+BASELINE = "collective/lb-micro"
+ZERO1 = Strategy("N", "N", "G")
+
+
+def odc_is_advised(results: Results) -> bool:
+    """Whether there is anything to be compared with these."""
+    chosen = advised_row(results.rows, baseline_row(results))
+    return chosen is not None and chosen.schedule not in SCHEDULES
+
+
+def baseline_row(results: Results) -> Row:
+    """What speedups are relative to."""
+    return next(row for row in results.rows if row.label == results.baseline)
+
+
+def larger_microbatches(results: Results, study: Study, run: Callable[[Study], Results]) -> Larger | None:
+    """The fastest of stock FSDP2 with a larger max_tokens that fits and needs no luck; None if there is none.
+
+    Args:
+        results: of `study`.
+        study: where it is a plan, or its lengths depend on max_tokens (clipped or dropped), nothing else is comparable.
+        run: simulates another study.
+    """
+    if study.plan is not None or study.overlong != "error":
+        return None
+    found: list[Row] = []
+    for times in TIMES:
+        changes = {"max_tokens": times * results.rows[0].max_tokens, "schedule": SCHEDULES, "policy": POLICIES}
+        try:
+            other = run(study.model_copy(update={**changes, "baseline": BASELINE, "stability": 0}))
+        except InputError:  # the baseline cannot run there
+            break
+        fitting = [row for row in other.rows if row.usable]
+        if not fitting:
+            break
+        found += fitting
+    best = max(found, key=_throughput, default=None)
+    if best is None:
+        return None
+    return Larger(
+        max_tokens=best.max_tokens,
+        schedule=best.schedule,
+        policy=best.policy,
+        speedup=_throughput(best) / _throughput(baseline_row(results)),
+        peak_memory_bytes=best.peak_memory_bytes["total"],
+        compute=best.provenance["compute"],
+    )
+
+
+def zero1(results: Results, study: Study) -> Zero1 | None:
+    """ZeRO-1 as `odc sharding` has it; None where that cannot run the study."""
+    from odc_sim.sharding_study import SETTLED, shard  # which is built on what calls this
+
+    settled = {name: Study.model_fields[name].get_default(call_default_factory=True) for name in SETTLED}
+    try:
+        found = shard(study.model_copy(update={**settled, "stability": 0}), (ZERO1,))
+    except InputError:  # a field that is not for it
+        return None
+    row = found.row(ZERO1.name, "collective")
+    return Zero1(
+        speedup=baseline_row(results).makespan_s["mean"] / row.minibatch_s,
+        peak_memory_bytes=float(row.peak_bytes),
+        fits=row.fits,
+    )
+
+
+def _throughput(row: Row) -> float:
+    assert row.samples_per_s_per_device is not None
+    return row.samples_per_s_per_device

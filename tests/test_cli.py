@@ -44,7 +44,7 @@ def odc(tmp_path, monkeypatch):
 def test_simulate_prints_a_table_and_writes_a_report(odc, tmp_path):
     result = odc("simulate", "--workload", "longalign", *QUICK)
     assert "lb-mini" in result.stdout
-    assert "Use odc + lb-mini" in result.stdout
+    assert "Of this table use odc + lb-mini" in result.stdout
     assert "cannot run: collective with lb-mini (hangs: rank" in result.stdout
     assert {path.name for path in (tmp_path / "reports" / "longalign").iterdir()} == FILES
 

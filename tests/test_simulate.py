@@ -108,7 +108,7 @@ class TestControls:
 
     def test_stock_fsdp_is_named_beside_odc(self):
         advice = simulate(Study(minibatches=30, policy=(*PAIR, "cost-rows"))).advice
-        assert advice.startswith("Use odc + lb-mini")
+        assert advice.startswith("Of this table use odc + lb-mini")
         assert "The best that stock FSDP2 reaches is +" in advice
 
     def test_stock_fsdp_is_not_judged_by_few_rows(self):

@@ -226,7 +226,7 @@ class TestCommand:
         assert "both ran the same samples" in text
         assert "compute: fitted -> " in text
         assert "advice of A: Of this table use odc + lb-mini" in text
-        assert "advice of B: Use odc + lb-mini" in text
+        assert "advice of B: Of this table use odc + lb-mini" in text
 
     def test_the_same_twice(self, odc):
         text = odc("a", "a/results.json").stdout

@@ -39,7 +39,9 @@ def advise(
     choice, best = _simplest(candidates, baseline), max(candidates, key=_gain)
     gain = _gain(choice) - 1.0
     if gain < WORTH_IT and baseline.usable:
-        return f"Keep {_name(baseline)}: nothing that fits gains {WORTH_IT:.0%} here.{ceiling}"
+        without = _without_odc(larger, zero1, 1.0) if baseline.schedule.startswith("odc") else ""
+        where = "in this table" if without else "that fits"
+        return f"Keep {_name(baseline)}: nothing {where} gains {WORTH_IT:.0%} here.{without}{ceiling}"
     rivals = [*([larger.speedup] if larger else []), *([zero1.speedup] if zero1 and zero1.fits else [])]
     alone = not any(_as_much(speedup, _gain(choice)) for speedup in rivals)
     text = f"{'Use' if alone else 'Of this table use'} {_name(choice)}: "
@@ -62,9 +64,7 @@ def advise(
         tried = {(row.schedule, row.policy) for row in rows} >= STOCK_BEST
         which = "best that stock FSDP2 reaches" if tried else "best stock FSDP2 among the rows simulated here"
         text += f" The {which} is {_gain(rival) - 1.0:+.0%}, {_name(rival)}."
-        text += _larger_microbatches(stock) if larger is None else _with_larger_microbatches(larger, _gain(choice))
-    if zero1 is not None:
-        text += _zero1(zero1, _gain(choice))
+    text += _without_odc(larger, zero1, _gain(choice))
     deferred = [row for row in running if row.schedule == "collective-deferred"]
     if deferred and not any(row.fits for row in deferred):
         need = min(row.peak_memory_bytes.get("total", 0) for row in deferred) / 1e9
@@ -97,25 +97,24 @@ def _gain(row: Row) -> float:
     return row.speedup
 
 
-def _larger_microbatches(stock: Sequence[Row]) -> str:
-    """Where memory has room, ranks that may pack more into a microbatch can be balanced without ODC as well."""
-    tokens, room = stock[0].max_tokens, max(row.largest_max_tokens or 0 for row in stock)
-    if not 0 < 2 * tokens <= room:
-        return ""
-    return (
-        f" That is with --max-tokens {tokens}: memory holds {room:,}, and larger microbatches can let stock FSDP2 "
-        f"balance as well; compare with --max-tokens {2 * tokens}."
-    )
-
-
 def _as_much(speedup: float, gain: float) -> bool:
     return speedup >= gain * (1.0 - 0.5 * WORTH_IT)
+
+
+def _without_odc(larger: Larger | None, zero1: Zero1 | None, gain: float) -> str:
+    text = "" if larger is None else _with_larger_microbatches(larger, gain)
+    return text if zero1 is None else text + _zero1(zero1, gain)
+
+
+def _percent(speedup: float) -> str:
+    """+33%; never -0%."""
+    return f"{round(100.0 * (speedup - 1.0)) + 0:+d}%"
 
 
 def _with_larger_microbatches(larger: Larger, gain: float) -> str:
     beyond = ", compute extrapolated" if larger.compute == "extrapolated" else ""
     text = (
-        f" With --max-tokens {larger.max_tokens} it reaches {larger.speedup - 1.0:+.0%}, "
+        f" With --max-tokens {larger.max_tokens} stock FSDP2 reaches {_percent(larger.speedup)}, "
         f"{larger.schedule} + {larger.policy} ({larger.peak_memory_bytes / 1e9:.0f} GB a device{beyond})"
     )
     as_much = ": as much without ODC, if microbatches may be that large."
@@ -126,7 +125,7 @@ def _zero1(zero1: Zero1, gain: float) -> str:
     gigabytes = f"{zero1.peak_memory_bytes / 1e9:.0f} GB a device"
     if not zero1.fits:
         return f" ZeRO-1 would need {gigabytes}, which does not fit."
-    text = f" ZeRO-1 (odc sharding) reaches {zero1.speedup - 1.0:+.0%} in {gigabytes}"
+    text = f" ZeRO-1 (odc sharding) reaches {_percent(zero1.speedup)} in {gigabytes}"
     return text + (": as much without ODC." if _as_much(zero1.speedup, gain) else ".")
 
 

@@ -38,6 +38,8 @@ ALONE = "collective-deferred"
 SCHEDULES = (ALONE, "collective", "odc")
 ROUNDS = 3
 """Parts of a run that are compared with each other."""
+LEAST_MINIBATCHES = 13
+"""Four in each part, and the first, which does not count."""
 BEFORE, BEHIND = 1, 1
 """Layers that do not count: of the first one the gather is not hidden, and behind the head, whose products clock the
 device down, a layer is slower."""
@@ -92,9 +94,12 @@ def _check(run: Run, first: Run) -> None:
     config = run.config
     if config.device != "cuda" or config.compute != "real":
         raise InputError(f"{run.folder}: was not computed on GPUs, where transfers run beside compute")
-    if run.timeline is None or len(run.steps) <= ROUNDS:
-        raise InputError(f"{run.folder}: has no timeline of more than {ROUNDS} minibatches")
-    for name in ("model", "world_size", "gather_dtype", "reduce_dtype", "recompute", "chunked_loss_tokens"):
+    if run.timeline is None or len(run.steps) < LEAST_MINIBATCHES:
+        raise InputError(f"{run.folder}: has no timeline of at least {LEAST_MINIBATCHES} minibatches; train longer")
+    if (config.gather_dtype, config.reduce_dtype) != ("bf16", "fp32"):
+        got = f"gathers {config.gather_dtype} and reduces {config.reduce_dtype}"
+        raise InputError(f"{run.folder}: {got}, expected bf16 and fp32, as odc calibrate times layers")
+    for name in ("model", "world_size", "recompute", "chunked_loss_tokens"):
         mine, theirs = getattr(config, name), getattr(first.config, name)
         if mine != theirs:
             raise InputError(f"{run.folder}: got {name} {mine}, expected {theirs} as in {first.folder}")
@@ -124,12 +129,23 @@ def _rounds(run: Run) -> dict[State, Array]:
     later = np.unique(timeline.minibatch)[1:].tolist()
     found = [
         [
-            medians([states(parts[rank, number], layers) for number in part.tolist()])
+            medians([_states(parts[rank, number], layers, run) for number in part.tolist()])
             for part in np.array_split(np.array(later), ROUNDS)
         ]
         for rank in range(run.config.world_size)
     ]
-    return {state: np.array([[each[state] for each in of_rank] for of_rank in found]) for state in found[0][0]}
+    seconds = {state: np.array([[each[state] for each in of_rank] for of_rank in found]) for state in found[0][0]}
+    missing = [state for state, values in seconds.items() if np.isnan(values).any()]
+    if missing:
+        raise InputError(f"{run.folder}: its timeline lacks spans of {', '.join(missing)}")
+    return seconds
+
+
+def _states(rows: Sequence[Row], layers: int, run: Run) -> dict[State, list[float]]:
+    try:
+        return states(rows, layers)
+    except KeyError as error:
+        raise InputError(f"{run.folder}: its timeline lacks a span of {error.args[0]}") from None
 
 
 def medians(minibatches: Iterable[dict[State, list[float]]]) -> dict[State, float]:

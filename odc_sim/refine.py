@@ -59,9 +59,11 @@ def refine(calibration: Calibration, runs: Sequence[Run], about: dict[str, Any])
     """
     trained = read_trained(runs)
     spec = load_run_model(runs[0])
-    gpu, trained_on = (_gpu(environment) for environment in (calibration.environment, _environment(runs[0])))
-    if gpu != trained_on:
-        raise InputError(f"{runs[0].folder}: ran on {trained_on or 'no GPU'}, the calibration is of {gpu or 'a CPU'}")
+    gpu = _gpu(calibration.environment)
+    for run in runs:
+        trained_on = _gpu(run.environment["environment"])
+        if gpu != trained_on:
+            raise InputError(f"{run.folder}: ran on {trained_on or 'no GPU'}, the calibration is of {gpu or 'a CPU'}")
     names = measured_models(spec, calibration)
     if not names:
         raise InputError(f"the calibration has no fits of model {spec.name!r}, so it is not for these runs")
@@ -77,6 +79,8 @@ def refine(calibration: Calibration, runs: Sequence[Run], about: dict[str, Any])
     world_size = runs[0].config.world_size
     alone = {op: _of_layer(calibration, op, spec, world_size) for ops in OPS.values() for op in ops}
     copies = copies_in_training(trained, calibration.copies, alone["all_gather"], spec, world_size)
+    if not any(copy.op == "copy_in" and copy.beside_layer == spec.name and not copy.flagged for copy in copies):
+        raise InputError(f"the calibration has no steady copy_in of a layer's shard of {spec.name}; calibrate again")
     out = [copy.p50_s for copy in copies if copy.op == "copy_out" and copy.elements == spec.layer_parameters]
     rows = [row for row in calibration.transfers if row.beside_layer not in names]
     for schedule, ops in OPS.items():
@@ -202,7 +206,7 @@ def transfers_in_training(
                 overlapped_p50_s=other_s,
                 slowdown_compute=slowdown(lost_s, other_s, _median(trained.of(schedule, state))),
                 beside_layer=model,
-                flagged=row.flagged or not known,
+                flagged=not known,
                 slowdown_copy_out=copy_out if transfer == "reduce" else None,
             )
         )
@@ -222,11 +226,6 @@ def _of_layer(calibration: Calibration, op: str, spec: ModelSpec, world_size: in
         f"the calibration has no {op} of a layer's shard of {spec.name} over {world_size} ranks, which odc calibrate "
         "times beside layers of the first two models; calibrate with --model first"
     )
-
-
-def _environment(run: Run) -> dict[str, Any]:
-    found: dict[str, Any] = run.environment["environment"]
-    return found
 
 
 def _gpu(environment: dict[str, Any]) -> str:

@@ -24,7 +24,8 @@ ZERO1 = Strategy("N", "N", "G")
 def odc_is_advised(results: Results) -> bool:
     """Whether there is anything to be compared with these."""
     chosen = advised_row(results.rows, baseline_row(results))
-    return chosen is not None and chosen.schedule not in SCHEDULES
+    several = results.rows[0].devices > 1
+    return several and chosen is not None and chosen.schedule not in SCHEDULES
 
 
 def baseline_row(results: Results) -> Row:
@@ -67,14 +68,14 @@ def larger_microbatches(results: Results, study: Study, run: Callable[[Study], R
 
 
 def zero1(results: Results, study: Study) -> Zero1 | None:
-    """ZeRO-1 as `odc sharding` has it; None where that cannot run the study."""
-    from odc_sim.sharding_study import SETTLED, shard  # which is built on what calls this
+    """ZeRO-1 as `odc sharding` has it; None for a given plan, which may not be its own."""
+    from odc_sim.sharding_study import SETTLED, UNUSED, shard  # which is built on what calls this
 
-    settled = {name: Study.model_fields[name].get_default(call_default_factory=True) for name in SETTLED}
-    try:
-        found = shard(study.model_copy(update={**settled, "stability": 0}), (ZERO1,))
-    except InputError:  # a field that is not for it
+    if study.plan is not None:
         return None
+    # how ODC meets, how often a study is repeated, and so on: none of it is ZeRO-1's
+    others = {name: Study.model_fields[name].get_default(call_default_factory=True) for name in (*SETTLED, *UNUSED)}
+    found = shard(study.model_copy(update=others), (ZERO1,))
     row = found.row(ZERO1.name, "collective")
     return Zero1(
         speedup=baseline_row(results).makespan_s["mean"] / row.minibatch_s,

@@ -218,8 +218,8 @@ def _cases(
         yield scatter(windows.accumulators, backend=f"{own}-atomic-lean", lean=True)
         if num_bytes == SWEEP_BYTES:
             yield scatter(windows.accumulators, backend=f"{own}-atomic-lean@264", num_programs=264, lean=True)
-        for programs in SWEEP_PROGRAMS if num_bytes == SWEEP_BYTES else ():
-            yield scatter(windows.accumulators, backend=f"{own}-atomic@{programs}", num_programs=programs)
+            for programs in SWEEP_PROGRAMS:
+                yield scatter(windows.accumulators, backend=f"{own}-atomic@{programs}", num_programs=programs)
 
 
 if __name__ == "__main__":

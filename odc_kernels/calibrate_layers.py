@@ -21,7 +21,7 @@ from odc_kernels.bench_cases import Buffers
 from odc_kernels.calibrate_compute import layer_steps
 from odc_kernels.calibrate_copies import elements_of, shards_of, steps_of
 from odc_kernels.calibrate_file import Draft
-from odc_kernels.calibrate_scenes import ROUNDS, Launch, Measured, Scene, measure_scene, slowdown
+from odc_kernels.calibrate_scenes import ROUNDS, Launch, Measured, Scene, measure_scene
 from odc_kernels.calibrate_shapes import layer_tensors
 from odc_kernels.calibrate_timing import Effort, Pace, Step
 from odc_kernels.calibrate_transfers import Way, collectives, measure_alone, one_sided
@@ -29,6 +29,7 @@ from odc_kernels.timing import Call
 from odc_kernels.window import BackendName
 from odc_sim.calibration import CopyOp, CopySample, TransferSample
 from odc_sim.models import load_model
+from odc_sim.overlap import slowdown
 
 LAYER_TOKENS = 8192
 """Enough for the device to be slower than the host, few enough for a transfer to be seen in a layer's time."""

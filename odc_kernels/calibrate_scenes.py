@@ -33,8 +33,6 @@ STRETCH_S, LEAD_S = 0.2, 0.06
 """Of a stretch, and of what comes before it, in which the host gets ahead and the clock settles."""
 LEAST, LEAST_LEAD = 8, 2
 """Cycles."""
-MOST_LOST = 0.95
-"""Of the other work's time; a rate of compute beside it cannot express more."""
 MOST_LATE = 0.2
 """Of the cycles may have a step that begins before the host has enqueued it."""
 MOST_NOISE = 0.02
@@ -136,12 +134,6 @@ class Measured:
     def _alone_s(self) -> Array:
         """[ranks]"""
         return np.asarray(np.median(self._counted_s(self.alone), axis=1))
-
-
-def slowdown(lost_s: float, other_s: float, step_s: float) -> float:
-    """How many times slower a step that takes `step_s` beside other work progresses while that lasts, at least 1."""
-    both_s = min(other_s, step_s)
-    return both_s / (both_s - min(max(lost_s, 0.0), MOST_LOST * both_s))
 
 
 def measure_scene(scene: Scene, pace: Pace, *, rounds: int = ROUNDS) -> Measured:

@@ -26,7 +26,7 @@ from odc_sim.plans import Plan, pad_microbatches, unequal_counts
 from odc_sim.policies import POLICIES, lay_out
 from odc_sim.progress import Progress
 from odc_sim.results import Results, Row
-from odc_sim.rivals import baseline_row, larger_microbatches, odc_is_advised, zero1
+from odc_sim.rivals import larger_microbatches, odc_is_advised, zero1
 from odc_sim.schedules import SCHEDULES, Schedule, make_schedule
 from odc_sim.study import Study
 from odc_sim.transfers import TransferCosts, transfer_costs
@@ -140,7 +140,7 @@ def _with_rivals(simulation: Simulation, progress: Progress) -> Results:
         return _run(other, lambda _, done, total: progress(f"max_tokens {other.max_tokens:,}", done, total)).results
 
     found = replace(results, larger=larger_microbatches(results, study, run), zero1=zero1(results, study))
-    asked = results.rows, baseline_row(results), results.bounds.get("speedup"), _binds(results.bounds)
+    asked = results.rows, results.baseline_row, results.bounds.get("speedup"), _binds(results.bounds)
     return replace(found, advice=advise(*asked, larger=found.larger, zero1=found.zero1))
 
 

@@ -77,8 +77,7 @@ class ComputeCosts:
 
     def total(self) -> UnitCost:
         """The line of a whole microbatch, forward and backward; floors and residuals do not add up and are left out."""
-        once = (self.embedding_forward, self.embedding_backward, self.head_forward, self.head_backward)
-        parts = [(1, unit) for unit in once] + [(self.layers, self.layer_forward), (self.layers, self.layer_backward)]
+        parts = self._parts()
         return UnitCost(
             c0_s=sum(n * unit.c0_s for n, unit in parts),
             c1_s_per_token=sum(n * unit.c1_s_per_token for n, unit in parts),
@@ -95,9 +94,7 @@ class ComputeCosts:
         sizes = np.geomspace(low, max(low, high), GRID)[:, None]
         lengths = np.minimum(np.geomspace(low, max(low, high), GRID)[None, :], sizes)
         size, squares = np.broadcast_arrays(sizes, sizes * lengths)
-        once = (self.embedding_forward, self.embedding_backward, self.head_forward, self.head_backward)
-        whole_s = sum(unit(size, squares) for unit in once)
-        whole_s = whole_s + self.layers * (self.layer_forward(size, squares) + self.layer_backward(size, squares))
+        whole_s = sum(n * unit(size, squares) for n, unit in self._parts())
         added_s = self.total().without_fixed()(size, squares)
         return float(np.min(whole_s / added_s, initial=1.0, where=added_s > 0.0))
 
@@ -109,6 +106,11 @@ class ComputeCosts:
         """
         tokens = np.asarray(lengths, dtype=np.float64)
         return self.total().without_fixed()(tokens, np.square(tokens))
+
+    def _parts(self) -> list[tuple[int, UnitCost]]:
+        """What a microbatch pays, and how many times."""
+        once = (self.embedding_forward, self.embedding_backward, self.head_forward, self.head_backward)
+        return [*((1, unit) for unit in once), (self.layers, self.layer_forward), (self.layers, self.layer_backward)]
 
     def without_fixed(self) -> "ComputeCosts":
         """The slopes of the lines alone, which is what bubble_rate is defined with: see `UnitCost.without_fixed`."""

@@ -13,12 +13,13 @@ backward beside collectives lost 0.38 ms where training lost 0.49 (reports/valid
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from odc_sim.errors import InputError
+from odc_sim.idle import Span
 from odc_sim.run_files import Run
 
 Array = NDArray[np.float64]
@@ -46,17 +47,6 @@ device down, a layer is slower."""
 HOST_PART = 4
 """Of a minibatch's first forwards, those of so much of the layers tell the host's time: later the device's queue may be
 full, and the host wait for it."""
-
-
-class Row(NamedTuple):
-    """A span of a rank, as `timeline` has it."""
-
-    stream: str
-    kind: str
-    unit: int
-    microbatch: int
-    start_s: float
-    end_s: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -119,12 +109,12 @@ def _rounds(run: Run) -> dict[State, Array]:
     """[ranks, rounds] of every state, without the first minibatch, in which the device is not yet warm."""
     timeline = run.timeline
     assert timeline is not None
-    parts: dict[tuple[int, int], list[Row]] = {}
-    names = ("stream", "kind", "unit", "microbatch", "start_s", "end_s")
-    columns = [getattr(timeline, name).tolist() for name in ("rank", "minibatch", "cause", *names)]
-    for rank, number, cause, *span in zip(*columns, strict=True):
-        if not cause:
-            parts.setdefault((rank, number), []).append(Row(*span))
+    parts: dict[tuple[int, int], list[Span]] = {}
+    columns = [getattr(timeline, name).tolist() for name in ("minibatch", *Span._fields)]
+    for number, *fields in zip(*columns, strict=True):
+        span = Span(*fields)
+        if not span.cause:
+            parts.setdefault((span.rank, number), []).append(span)
     layers = int(timeline.unit.max())
     later = np.unique(timeline.minibatch)[1:].tolist()
     found = [
@@ -141,7 +131,7 @@ def _rounds(run: Run) -> dict[State, Array]:
     return seconds
 
 
-def _states(rows: Sequence[Row], layers: int, run: Run) -> dict[State, list[float]]:
+def _states(rows: Sequence[Span], layers: int, run: Run) -> dict[State, list[float]]:
     try:
         return states(rows, layers)
     except KeyError as error:
@@ -159,7 +149,7 @@ def medians(minibatches: Iterable[dict[State, list[float]]]) -> dict[State, floa
     return found
 
 
-def states(rows: Sequence[Row], layers: int) -> dict[State, list[float]]:
+def states(rows: Sequence[Span], layers: int) -> dict[State, list[float]]:
     """Of one minibatch of a rank: the seconds of its layers by what is in flight beside them, and of transfers."""
     counted = range(1 + BEFORE, 1 + layers - BEHIND)
     of_compute = {(row.kind, row.unit, row.microbatch): row for row in rows if row.stream == "compute"}

@@ -1,13 +1,13 @@
 """What `--hardware` names: built-in hardware, a cluster TOML, or a calibration.json measured on the machine itself."""
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
-from odc_sim.calibration import Calibration, CopySample, TransferSample, load_calibration
+from odc_sim.calibration import Calibration, CopySample, HostSample, TransferSample, load_calibration
 from odc_sim.datafiles import data_dir
 from odc_sim.hardware import (
     Cluster,
@@ -119,19 +119,23 @@ def replaced(calibration: Calibration | None) -> dict[str, str]:
 
 def _calibrated(calibration: Calibration) -> Cluster:
     """The built-in cluster of the same GPU with what was measured put in."""
-    return _put_in(calibration, load_cluster(_built_in_like(str(_gpu(calibration).get("name", "")))))
+    return _put_in(calibration, load_cluster(_built_in_like(gpu_name(calibration.environment))))
 
 
-def _gpu(calibration: Calibration) -> dict[str, Any]:
-    recorded = calibration.environment.get("gpu", "")
+def gpu_name(environment: Mapping[str, Any]) -> str:
+    """Of what an `environment` describes; empty for a CPU."""
+    return str(_gpu(environment).get("name", ""))
+
+
+def _gpu(environment: Mapping[str, Any]) -> dict[str, Any]:
+    recorded = environment.get("gpu", "")
     return recorded if isinstance(recorded, dict) else {"name": recorded}
 
 
 def _put_in(calibration: Calibration, base: Cluster) -> Cluster:
     """`base` with what was measured in place of its own numbers; links and the network stay."""
-    fields = _gpu(calibration)
-    gpu = str(fields.get("name", ""))
-    memory_bytes = fields.get("memory_bytes")
+    gpu = gpu_name(calibration.environment)
+    memory_bytes = _gpu(calibration.environment).get("memory_bytes")
     if not isinstance(memory_bytes, int) or memory_bytes <= 0:
         memory_bytes = base.device.memory_bytes
     source = "the calibration"
@@ -146,16 +150,13 @@ def _put_in(calibration: Calibration, base: Cluster) -> Cluster:
             memory_bytes=memory_bytes,
         ),
         overlap=_overlaps(calibration, base),
-        host=base.host
-        if host is None
-        else Host(
-            seconds_per_unit_forward=host.seconds_per_unit_forward,
-            seconds_per_unit_backward=host.seconds_per_unit_backward,
-            seconds_per_unit_forward_deferred=host.seconds_per_unit_forward_deferred,
-            seconds_per_unit_forward_one_sided=host.seconds_per_unit_forward_one_sided,
-            source=source,
-        ),
+        host=base.host if host is None else host_of(host, source),
     )
+
+
+def host_of(sample: HostSample, source: str) -> Host:
+    """The host that was measured."""
+    return Host(**asdict(sample), source=source)
 
 
 def _built_in_like(gpu: str) -> str:

@@ -13,6 +13,9 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 
+MOST_LOST = 0.95
+"""Of the other work's time; a rate of compute beside it cannot express more."""
+
 
 def beside(alone_s: Array, others: Sequence[tuple[Array, float]]) -> Array:
     """How long work of `alone_s` [...] takes when other work, of these seconds [...] one after another, begins with it.
@@ -45,3 +48,9 @@ def stretch(alone_s: float, compute_s: Array, slowdown: float) -> Array:
         return np.ones_like(compute_s)
     result: Array = beside(np.full_like(compute_s, alone_s), [(compute_s, slowdown)]) / alone_s
     return result
+
+
+def slowdown(lost_s: float, other_s: float, step_s: float) -> float:
+    """How many times slower a step that takes `step_s` beside other work progresses while that lasts, at least 1."""
+    both_s = min(other_s, step_s)
+    return both_s / (both_s - min(max(lost_s, 0.0), MOST_LOST * both_s))

@@ -16,15 +16,14 @@ from odc_sim.calibration import Calibration, CopySample, HostSample, TransferSam
 from odc_sim.costs_measured import measured_models
 from odc_sim.errors import InputError
 from odc_sim.in_training import ALONE, State, Trained, read_trained
+from odc_sim.machine import OPS, gpu_name
 from odc_sim.models import ModelSpec
+from odc_sim.overlap import slowdown
 from odc_sim.run_files import Run
 from odc_sim.validate_predict import load_run_model
 
 Array = NDArray[np.float64]
 
-OPS = {"collective": ("all_gather", "reduce_scatter"), "odc": ("gather", "scatter_accumulate")}
-MOST_LOST = 0.95
-"""Of the other work's time; a rate of compute beside it cannot express more."""
 MOST_LATE = 0.2
 """Of the layers may be enqueued after the device has come to them."""
 MOST_NOISE = 0.02
@@ -59,9 +58,9 @@ def refine(calibration: Calibration, runs: Sequence[Run], about: dict[str, Any])
     """
     trained = read_trained(runs)
     spec = load_run_model(runs[0])
-    gpu = _gpu(calibration.environment)
+    gpu = gpu_name(calibration.environment)
     for run in runs:
-        trained_on = _gpu(run.environment["environment"])
+        trained_on = gpu_name(run.environment["environment"])
         if gpu != trained_on:
             raise InputError(f"{run.folder}: ran on {trained_on or 'no GPU'}, the calibration is of {gpu or 'a CPU'}")
     names = measured_models(spec, calibration)
@@ -119,12 +118,6 @@ def lost(trained: Trained, schedule: str) -> Lost:
         add_s=float(np.median(later_s - first_s)),
         noisy=bool(np.ptp(forward_s + first_s) > MOST_NOISE * whole_s),
     )
-
-
-def slowdown(lost_s: float, other_s: float, step_s: float) -> float:
-    """How many times slower a step that takes `step_s` beside other work progresses while that lasts, at least 1."""
-    both_s = min(other_s, step_s)
-    return both_s / (both_s - min(max(lost_s, 0.0), MOST_LOST * both_s))
 
 
 def speeds(trained: Trained) -> tuple[float, ...]:
@@ -226,11 +219,6 @@ def _of_layer(calibration: Calibration, op: str, spec: ModelSpec, world_size: in
         f"the calibration has no {op} of a layer's shard of {spec.name} over {world_size} ranks, which odc calibrate "
         "times beside layers of the first two models; calibrate with --model first"
     )
-
-
-def _gpu(environment: dict[str, Any]) -> str:
-    recorded = environment.get("gpu", "")
-    return str(recorded.get("name", "") if isinstance(recorded, dict) else recorded)
 
 
 def _alone_s(trained: Trained) -> Array:

@@ -115,6 +115,11 @@ class Results:
     zero1: Zero1 | None = None
     """Likewise."""
 
+    @property
+    def baseline_row(self) -> Row:
+        """What speedups are relative to."""
+        return next(row for row in self.rows if row.label == self.baseline)
+
     def row(self, schedule: str, policy: str) -> Row:
         """The row of a schedule and policy. Raises InputError if the study did not ask for it."""
         for row in self.rows:

@@ -23,14 +23,9 @@ ZERO1 = Strategy("N", "N", "G")
 
 def odc_is_advised(results: Results) -> bool:
     """Whether there is anything to be compared with these."""
-    chosen = advised_row(results.rows, baseline_row(results))
+    chosen = advised_row(results.rows, results.baseline_row)
     several = results.rows[0].devices > 1
     return several and chosen is not None and chosen.schedule not in SCHEDULES
-
-
-def baseline_row(results: Results) -> Row:
-    """What speedups are relative to."""
-    return next(row for row in results.rows if row.label == results.baseline)
 
 
 def larger_microbatches(results: Results, study: Study, run: Callable[[Study], Results]) -> Larger | None:
@@ -61,7 +56,7 @@ def larger_microbatches(results: Results, study: Study, run: Callable[[Study], R
         max_tokens=best.max_tokens,
         schedule=best.schedule,
         policy=best.policy,
-        speedup=_throughput(best) / _throughput(baseline_row(results)),
+        speedup=_throughput(best) / _throughput(results.baseline_row),
         peak_memory_bytes=best.peak_memory_bytes["total"],
         compute=best.provenance["compute"],
     )
@@ -78,7 +73,7 @@ def zero1(results: Results, study: Study) -> Zero1 | None:
     found = shard(study.model_copy(update=others), (ZERO1,))
     row = found.row(ZERO1.name, "collective")
     return Zero1(
-        speedup=baseline_row(results).makespan_s["mean"] / row.minibatch_s,
+        speedup=results.baseline_row.makespan_s["mean"] / row.minibatch_s,
         peak_memory_bytes=float(row.peak_bytes),
         fits=row.fits,
     )

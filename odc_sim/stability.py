@@ -89,7 +89,7 @@ def with_stability(results: Results, study: Study, repeat: Repeat, progress: Pro
         else row
         for row in results.rows
     )
-    baseline = next(row for row in results.rows if row.label == results.baseline)
+    baseline = results.baseline_row
     advised = advised_row(results.rows, baseline)
     assert advised is not None
     skipped = sum(row.runs and row.best_share is None for row in rows)

@@ -5,6 +5,8 @@ from rich.table import Table
 
 from odc_sim.calibration import Calibration, CopySample, TransferSample
 from odc_sim.in_training import SCHEDULES
+from odc_sim.machine import host_of
+from odc_sim.schedules import make_schedule
 
 Change = dict[str, str | float | None]
 
@@ -52,11 +54,7 @@ def _lost_s(calibration: Calibration, op: str, model: str) -> float | None:
 
 
 def _host_s(calibration: Calibration, schedule: str) -> float | None:
-    host = calibration.host
-    if host is None:
+    if calibration.host is None:
         return None
-    own = {
-        "collective-deferred": host.seconds_per_unit_forward_deferred,
-        "odc": host.seconds_per_unit_forward_one_sided,
-    }.get(schedule)
-    return host.seconds_per_unit_forward if own is None else own
+    rules = make_schedule(schedule)
+    return host_of(calibration.host, "").forward_s(one_sided=rules.one_sided, deferred=rules.deferred)

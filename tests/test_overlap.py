@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from odc_sim.execution import _in_step
-from odc_sim.overlap import beside, waiting
+from odc_sim.overlap import beside, slowdown, waiting
 
 
 @pytest.mark.parametrize(
@@ -61,3 +61,16 @@ def test_nobody_becomes_slower_than_the_slowest(alone, slowdown, meets):
     assert (result <= seconds * slowdown + 1e-9).all()
     assert result.max() == seconds.max()
     assert (result[~lockstep] == seconds[~lockstep]).all()
+
+
+@pytest.mark.parametrize(
+    ("lost_s", "other_s", "step_s", "expected"),
+    [
+        (1.5, 2.0, 11.5, 4.0),  # of 2 s beside each other, compute came as far as in half a second
+        (-0.2, 2.0, 9.8, 1.0),
+        (89.0, 2.0, 99.0, 20.0),
+        (1.0, 9.0, 2.0, 2.0),  # the other outlasts the step, which goes at half speed all the time
+    ],
+)
+def test_slowdown_by_hand(lost_s, other_s, step_s, expected):
+    assert slowdown(lost_s, other_s, step_s) == pytest.approx(expected)

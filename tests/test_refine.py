@@ -14,14 +14,14 @@ from typer.testing import CliRunner
 from cli import app
 from odc_sim.calibration import CopySample, HostSample, TransferSample, load_calibration
 from odc_sim.errors import InputError
-from odc_sim.in_training import ALONE, Row, Trained, medians, read_trained, states
+from odc_sim.idle import Span
+from odc_sim.in_training import ALONE, Trained, medians, read_trained, states
 from odc_sim.models import load_model
 from odc_sim.refine import (
     copies_in_training,
     host_in_training,
     lost,
     refine,
-    slowdown,
     speeds,
     transfers_in_training,
 )
@@ -34,19 +34,6 @@ NAMES = ("balanced-collective-deferred-lb-mini", "balanced-collective-lb-micro",
 FULL = ROOT / "traces" / "calibration" / "h200-nvlink-2gpu.json"
 TINY = load_model("tiny")
 SHARD = TINY.layer_parameters // 2
-
-
-@pytest.mark.parametrize(
-    ("lost_s", "other_s", "step_s", "expected"),
-    [
-        (1.5, 2.0, 11.5, 4.0),  # of 2 s beside each other, compute came as far as in half a second
-        (-0.2, 2.0, 9.8, 1.0),
-        (89.0, 2.0, 99.0, 20.0),
-        (1.0, 9.0, 2.0, 2.0),  # the other outlasts the step, which goes at half speed all the time
-    ],
-)
-def test_slowdown_by_hand(lost_s, other_s, step_s, expected):
-    assert slowdown(lost_s, other_s, step_s) == pytest.approx(expected)
 
 
 def trained(*, ranks=((2.0, 2.0), (2.2, 2.2)), forward=0.5, first=0.8, later=0.9, odc=0.2, late=0.0):
@@ -168,15 +155,15 @@ def rows_of(microbatches, layers):
     for number in range(microbatches):
         for unit in range(1, layers + 1):
             found += [
-                Row("host", "forward", unit, number, now - 2.0, now - 1.0),
-                Row("compute", "forward", unit, number, now, now + 1.0 + number),
-                Row("unshard", "unshard", unit, number, now, now + 0.25),
+                Span(0, "host", "forward", "", unit, number, now - 2.0, now - 1.0),
+                Span(0, "compute", "forward", "", unit, number, now, now + 1.0 + number),
+                Span(0, "unshard", "unshard", "", unit, number, now, now + 0.25),
             ]
             now += 1.5 + number
         for unit in range(layers, 0, -1):
             found += [
-                Row("compute", "backward", unit, number, now, now + 3.0 + number),
-                Row("reduce", "reduce", unit, number, now + 3.1 + number, now + 3.6 + number),
+                Span(0, "compute", "backward", "", unit, number, now, now + 3.0 + number),
+                Span(0, "reduce", "reduce", "", unit, number, now + 3.1 + number, now + 3.6 + number),
             ]
             now += 3.3 + number
     return found
@@ -270,15 +257,30 @@ class TestCommand:
         assert result.exit_code == 2
         assert "ran on NVIDIA H200, the calibration is of NVIDIA A100" in result.output
 
-    def test_a_calibration_without_the_layers_transfers(self, tmp_path):
+    @pytest.mark.parametrize(
+        ("part", "keep", "message"),
+        [
+            (
+                "transfers",
+                lambda row: row["op"] != "gather" or row["bytes"] != 46797824,
+                "the calibration has no gather of a layer's shard of qwen2.5-1.5b over 2 ranks",
+            ),
+            (
+                "copies",
+                lambda row: False,
+                "the calibration has no steady copy_in of a layer's shard of qwen2.5-1.5b",
+            ),
+        ],
+    )
+    def test_a_calibration_without_what_is_to_be_refined(self, tmp_path, part, keep, message):
         data = json.loads(FULL.read_text())
-        data["transfers"] = [row for row in data["transfers"] if row["op"] != "gather" or row["bytes"] != 46797824]
+        data[part] = [row for row in data[part] if keep(row)]
         (tmp_path / "other.json").write_text(json.dumps(data))
         result = cli(
             *(RUNS / name for name in NAMES), "--calibration", tmp_path / "other.json", "--out", tmp_path / "c"
         )
         assert result.exit_code == 2
-        assert "the calibration has no gather of a layer's shard of qwen2.5-1.5b over 2 ranks" in result.output
+        assert message in result.output
 
     def test_every_run_is_of_that_gpu(self, tmp_path):
         for name in NAMES:
@@ -299,15 +301,6 @@ class TestCommand:
         result = cli(*(tmp_path / name for name in NAMES), "--calibration", FULL, "--out", tmp_path / "c.json")
         assert result.exit_code == 2, result.output
         assert f"{NAMES[1]}: its timeline lacks {lacks}" in result.output
-
-    def test_a_calibration_without_copies(self, tmp_path):
-        data = json.loads(FULL.read_text()) | {"copies": []}
-        (tmp_path / "other.json").write_text(json.dumps(data))
-        result = cli(
-            *(RUNS / name for name in NAMES), "--calibration", tmp_path / "other.json", "--out", tmp_path / "c"
-        )
-        assert result.exit_code == 2
-        assert "the calibration has no steady copy_in of a layer's shard of qwen2.5-1.5b" in result.output
 
     def test_a_run_without_timeline(self, tmp_path):
         for name in NAMES:

@@ -17,7 +17,7 @@ from odc_kernels import calibrate_shapes as shapes  # noqa: E402
 from odc_kernels.calibrate_file import Draft  # noqa: E402
 from odc_kernels.calibrate_layers import Layer, copies_beside, transfers_beside  # noqa: E402
 from odc_kernels.calibrate_phases import Lab  # noqa: E402
-from odc_kernels.calibrate_scenes import Launch, Measured, Scene, measure_scene, slowdown  # noqa: E402
+from odc_kernels.calibrate_scenes import Launch, Measured, Scene, measure_scene  # noqa: E402
 from odc_kernels.calibrate_timing import Pace  # noqa: E402
 from odc_kernels.ranks import run_ranks  # noqa: E402
 from odc_sim.calibration import CopySample, TransferSample  # noqa: E402
@@ -26,19 +26,6 @@ from odc_sim.models import load_model  # noqa: E402
 
 CPU = torch.device("cpu")
 SHARD = 1000
-
-
-@pytest.mark.parametrize(
-    ("lost_s", "other_s", "step_s", "expected"),
-    [
-        (1.5, 2.0, 11.5, 4.0),  # of 2 s beside each other, compute came as far as in half a second
-        (-0.2, 2.0, 9.8, 1.0),
-        (89.0, 2.0, 99.0, 20.0),
-        (1.0, 9.0, 2.0, 2.0),  # the other outlasts the step, which goes at half speed all the time
-    ],
-)
-def test_slowdown_by_hand(lost_s, other_s, step_s, expected):
-    assert slowdown(lost_s, other_s, step_s) == pytest.approx(expected)
 
 
 def measured(late=0.0, ranks=((10.0, 10.0),), **lost_s):

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 
 from odc_kernels.train_data import data_files
-from odc_sim.api import obstacle
 from odc_sim.calibration import Calibration, load_calibration
 from odc_sim.costs import ComputeCosts, choose_costs
 from odc_sim.errors import InputError, unknown_name
@@ -17,7 +16,7 @@ from odc_sim.machine import load_machine
 from odc_sim.models import ModelSpec, builtin_models, load_model
 from odc_sim.plans import Plan
 from odc_sim.run_files import RunConfig
-from odc_sim.schedules import SCHEDULES, make_schedule
+from odc_sim.schedules import SCHEDULES, make_schedule, obstacle
 from odc_sim.validate_predict import as_planned
 
 BYTES_A_PARAMETER = 18

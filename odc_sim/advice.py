@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from odc_sim.memory import TIGHT
 from odc_sim.results import Larger, Row, Zero1
 
 # From the least to the most that has to change in a training setup.
@@ -115,18 +116,23 @@ def _with_larger_microbatches(larger: Larger, gain: float) -> str:
     beyond = ", compute extrapolated" if larger.compute == "extrapolated" else ""
     text = (
         f" With --max-tokens {larger.max_tokens} stock FSDP2 reaches {_percent(larger.speedup)}, "
-        f"{larger.schedule} + {larger.policy} ({larger.peak_memory_bytes / 1e9:.0f} GB a device{beyond})"
+        f"{larger.schedule} + {larger.policy} ({_gigabytes(larger)}{beyond})"
     )
     as_much = ": as much without ODC, if microbatches may be that large."
     return text + (as_much if _as_much(larger.speedup, gain) else ".")
 
 
 def _zero1(zero1: Zero1, gain: float) -> str:
-    gigabytes = f"{zero1.peak_memory_bytes / 1e9:.0f} GB a device"
     if not zero1.fits:
-        return f" ZeRO-1 would need {gigabytes}, which does not fit."
-    text = f" ZeRO-1 (odc sharding) reaches {_percent(zero1.speedup)} in {gigabytes}"
+        return f" ZeRO-1 would need {_gigabytes(zero1)}, which does not fit."
+    text = f" ZeRO-1 (odc sharding) reaches {_percent(zero1.speedup)} in {_gigabytes(zero1)}"
     return text + (": as much without ODC." if _as_much(zero1.speedup, gain) else ".")
+
+
+def _gigabytes(rival: Larger | Zero1) -> str:
+    text = f"{rival.peak_memory_bytes / 1e9:.0f} GB a device"
+    share = rival.memory_share
+    return text if share is None or not TIGHT < share <= 1.0 else f"{text}, {share:.0%} of it"
 
 
 def _ceiling(bound_speedup: float | None, largest_sample_binds: bool) -> str:

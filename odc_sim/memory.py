@@ -6,6 +6,7 @@ together, which never meet. What is estimated is what torch's allocator hands ou
 CUDA context, NCCL, windows); room that its cached blocks leave unused between them is not.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -17,6 +18,11 @@ Recipe = Literal["paper", "mixed"]
 GatherDtype = Literal["fp32", "bf16"]
 ScheduleName = Literal["collective", "collective-deferred", "odc", "odc-local-sum"]
 
+Division = Callable[[Alive, dict[str, int]], dict[str, int]]
+"""The categories of a moment where the state is divided otherwise, from those of full sharding."""
+
+TIGHT, TOO_TIGHT = 0.9, 0.95
+"""Of a device's memory: what the allocator leaves unused between its blocks may take the rest, or will."""
 DEFAULT_RESERVED_BYTES = 1_750_000_000
 """Measured: what two ranks on one host took besides tensors and windows (the CUDA context with its kernels, NCCL's
 buffers, cuBLAS's workspaces), 1.750 to 1.773 GB in five runs of `odc train`; tests/data/memory_peaks_h200.json: H200,
@@ -72,6 +78,7 @@ def peak_memory(
     chunked_loss_tokens: int | None = 512,
     repeated_keys: bool = False,
     reserved_bytes: int = DEFAULT_RESERVED_BYTES,
+    division: Division | None = None,
 ) -> MemoryEstimate:
     """Peak of a rank in a microbatch of `microbatch_tokens`.
 
@@ -92,6 +99,7 @@ def peak_memory(
         repeated_keys: keys and values are copied for every query head, as where a flash attention knows no grouped
             ones (`odc_kernels.varlen` with torch 2.11).
         reserved_bytes: what is alive besides tensors and windows.
+        division: of the state, where it is not full sharding's.
 
     Raises:
         InputError: unknown names, or counts that make no sense.
@@ -122,6 +130,8 @@ def peak_memory(
             "logits": alive.logits,
             "reserved": reserved_bytes,
         }
+        if division is not None:
+            categories = division(alive, categories)
         return MemoryEstimate(categories=categories, moment=alive.moment, place=place, recipe=recipe)
 
     places: tuple[Place, ...] = get_args(Place) if place is None else (place,)

@@ -66,6 +66,8 @@ class Alive:
     moment: str
     unsharded: int
     """Parameters and bf16 gradients of units, and what is gathered ahead."""
+    gathered: int
+    """The parameters of that."""
     staging: int
     """What is reduced, and what the reduction returned beside the gradient it is added to."""
     local_gradients: int
@@ -149,9 +151,11 @@ class Microbatch:
     def _first_layer(self) -> Alive:
         """In its forward, before its parameters are used."""
         model = self.model
+        gathered = (BF16_BYTES + self.gather_bytes) * (model.root_parameters + model.layer_parameters)
         return Alive(
             moment="first layer",
-            unsharded=(BF16_BYTES + self.gather_bytes) * (model.root_parameters + model.layer_parameters),
+            unsharded=gathered,
+            gathered=gathered,
             staging=0,
             local_gradients=self._local(0),
             gradients=self._sharded_gradients(0),
@@ -172,6 +176,7 @@ class Microbatch:
             yield Alive(
                 moment=moment,
                 unsharded=parameters + ahead + of_chunks_before + of_this_chunk,
+                gathered=parameters + ahead,
                 staging=0,
                 local_gradients=self._local(0),
                 gradients=self._sharded_gradients(0),
@@ -192,6 +197,7 @@ class Microbatch:
         return Alive(
             moment=f"backward of layer {model.layers - done}",
             unsharded=parameters + BF16_BYTES * (model.hidden * model.ffn + self._head_elements),
+            gathered=parameters,
             staging=layer_before if done else 0,
             local_gradients=self._local(done * n),
             gradients=self._sharded_gradients(done * n),
@@ -210,6 +216,7 @@ class Microbatch:
             yield Alive(
                 moment="root sum",
                 unsharded=BF16_BYTES * ((total if self._deferred else 0) + beside),
+                gathered=BF16_BYTES * total if self._deferred else 0,
                 staging=0,
                 local_gradients=FP32_BYTES * total,
                 gradients=self._sharded_gradients(0),
@@ -220,6 +227,7 @@ class Microbatch:
         yield Alive(
             moment="root reduce",
             unsharded=0 if summed else BF16_BYTES * root,
+            gathered=0,
             staging=FP32_BYTES * root,
             local_gradients=FP32_BYTES * root if summed else 0,
             gradients=self._sharded_gradients(layers),
@@ -230,6 +238,7 @@ class Microbatch:
             yield Alive(
                 moment="root reduced",
                 unsharded=0 if summed else BF16_BYTES * model.head_parameters,
+                gathered=0,
                 staging=FP32_BYTES * root + added,
                 local_gradients=FP32_BYTES * model.head_parameters if summed else 0,
                 gradients=self._sharded_gradients(total),

@@ -81,6 +81,8 @@ class Larger:
     peak_memory_bytes: float
     compute: str
     """Where compute times come from: larger microbatches may be beyond what was measured."""
+    memory_share: float | None = None
+    """The peak as a part of the device's memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,6 +93,8 @@ class Zero1:
     """In time, over the study's baseline."""
     peak_memory_bytes: float
     fits: bool
+    memory_share: float | None = None
+    """The peak as a part of the device's memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,6 +11,7 @@ from odc_sim.advice import advised_row
 from odc_sim.errors import InputError
 from odc_sim.results import Larger, Results, Row, Zero1
 from odc_sim.sharding import Strategy
+from odc_sim.sharding_study import SETTLED, UNUSED, shard
 from odc_sim.study import Study
 
 TIMES = (2, 4)
@@ -28,11 +29,14 @@ def odc_is_advised(results: Results) -> bool:
     return several and chosen is not None and chosen.schedule not in SCHEDULES
 
 
-def larger_microbatches(results: Results, study: Study, run: Callable[[Study], Results]) -> Larger | None:
+def larger_microbatches(
+    results: Results, study: Study, memory_bytes: int, run: Callable[[Study], Results]
+) -> Larger | None:
     """The fastest of stock FSDP2 with a larger max_tokens that fits and needs no luck; None if there is none.
 
     Args:
         results: of `study`.
+        memory_bytes: of a device.
         study: where it is a plan, or its lengths depend on max_tokens (clipped or dropped), nothing else is comparable.
         run: simulates another study.
     """
@@ -59,13 +63,12 @@ def larger_microbatches(results: Results, study: Study, run: Callable[[Study], R
         speedup=_throughput(best) / _throughput(results.baseline_row),
         peak_memory_bytes=best.peak_memory_bytes["total"],
         compute=best.provenance["compute"],
+        memory_share=best.peak_memory_bytes["total"] / memory_bytes,
     )
 
 
 def zero1(results: Results, study: Study) -> Zero1 | None:
     """ZeRO-1 as `odc sharding` has it; None for a given plan, which may not be its own."""
-    from odc_sim.sharding_study import SETTLED, UNUSED, shard  # which is built on what calls this
-
     if study.plan is not None:
         return None
     # how ODC meets, how often a study is repeated, and so on: none of it is ZeRO-1's
@@ -76,6 +79,7 @@ def zero1(results: Results, study: Study) -> Zero1 | None:
         speedup=results.baseline_row.makespan_s["mean"] / row.minibatch_s,
         peak_memory_bytes=float(row.peak_bytes),
         fits=row.fits,
+        memory_share=row.peak_bytes / found.inputs.machine.cluster.device.memory_bytes,
     )
 
 

@@ -19,7 +19,10 @@ request 864.
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import numpy as np
+
 from odc_sim.errors import InputError, unknown_name
+from odc_sim.plans import Plan, unequal_counts
 
 Barrier = Literal["layer", "microbatch", "minibatch"]
 BARRIERS: tuple[Barrier, ...] = ("layer", "microbatch", "minibatch")
@@ -123,4 +126,22 @@ def make_schedule(
         backward_prefetch=backward_prefetch,
         separate_reduce=separate_reduce,
         port_contention=port_contention,
+    )
+
+
+def obstacle(schedule: Schedule, plan: Plan) -> str | None:
+    """Why `schedule` cannot run `plan`, or None."""
+    counts = plan.counts()
+    if schedule.deferred and not counts.all():
+        b, rank = np.argwhere(counts == 0)[0]
+        return f"hangs: rank {rank} runs no microbatch in minibatch {b}, so it never joins the unshard and the reduce"
+    if not schedule.needs_equal_counts:
+        return None
+    found = unequal_counts(plan)
+    if found is None:
+        return None
+    uneven = int((counts.max(axis=1) != counts.min(axis=1)).sum())
+    return (
+        f"hangs: rank {found.rank_a} runs {found.count_a} microbatches, rank {found.rank_b} runs {found.count_b}"
+        f" in minibatch {found.minibatch} (counts differ in {uneven} of {plan.num_minibatches} minibatches)"
     )

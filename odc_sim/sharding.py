@@ -82,7 +82,7 @@ class Strategy:
         apart = self.parameters != self.optimizer or self.parameters == "N"
         return recipe == "mixed" or (apart and not published)
 
-    def state_bytes(
+    def state(
         self,
         parameters: int,
         recipe: Recipe,
@@ -91,8 +91,8 @@ class Strategy:
         world_size: int,
         window_bytes: int = 0,
         copy_bytes: int = BF16_BYTES,
-    ) -> int:
-        """Of parameters, gradients and optimizer state on one rank.
+    ) -> dict[str, int]:
+        """Bytes of parameters, gradients, optimizer and published_window on one rank.
 
         The fp32 master parameters, whichever recipe counts them where, are divided as the optimizer state is, so that
         an update needs nobody else.
@@ -104,19 +104,23 @@ class Strategy:
             world_size: ranks in all.
             window_bytes: of a parameter in the window that one-sided gathers read; 0: there is none.
             copy_bytes: of a parameter as it is gathered, where such ones are kept; `mixed` keeps bf16.
+
+        Returns:
+            Under "optimizer" its own state and the master parameters, under "parameters" copies of those.
         """
         over = {"N": 1, "I": node, "G": world_size}
         state = RECIPES[recipe]
         master = 0 if recipe == "mixed" else state.parameters  # `mixed` counts it with the optimizer
         window_bytes = window_bytes if self.parameters != "N" else 0
         copy_bytes = BF16_BYTES if recipe == "mixed" else copy_bytes
-        parts = (
-            (master + state.optimizer, self.optimizer),
-            (state.gradients, self.gradients),
-            (copy_bytes * self.copies(recipe, published=window_bytes > 0), self.parameters),
-            (window_bytes, self.parameters),
-        )
-        return sum(-(-each * parameters // over[granularity]) for each, granularity in parts)
+        copied = self.copies(recipe, published=window_bytes > 0)
+        parts = {
+            "parameters": (copy_bytes * copied, self.parameters),
+            "gradients": (state.gradients, self.gradients),
+            "optimizer": (master + state.optimizer, self.optimizer),
+            "published_window": (window_bytes, self.parameters),
+        }
+        return {name: -(-each * parameters // over[granularity]) for name, (each, granularity) in parts.items()}
 
 
 def _sensible(strategy: Strategy) -> bool:

@@ -8,20 +8,21 @@ FSDP2's other way to wait less, `collective-deferred`, is among them with full s
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from odc_sim.api import peak_of, plan_of, schedule_of, transfers_of
 from odc_sim.costs import ComputeCosts
 from odc_sim.errors import InputError
 from odc_sim.execution import Load, execute
 from odc_sim.inputs import BOOTSTRAP_STREAM, Inputs, load_inputs
-from odc_sim.memory import MemoryEstimate
-from odc_sim.memory_moments import BF16_BYTES
+from odc_sim.memory import TOO_TIGHT
+from odc_sim.memory_moments import Alive
 from odc_sim.metrics import speedup
 from odc_sim.models import ModelSpec
+from odc_sim.parts import peak_of, plan_of, schedule_of, transfers_of
 from odc_sim.plans import Plan
 from odc_sim.progress import Progress
 from odc_sim.sharding import STRATEGIES, Granularity, Strategy
@@ -84,8 +85,8 @@ class ShardingResults:
     """Strategies that are another one on these nodes."""
 
     def fastest(self, *transports: Transport) -> Row | None:
-        """Of those that fit; of all transports where none is named."""
-        return max(self._fitting(*transports), key=lambda row: row.speedup, default=None)
+        """Of those that fit well; of all transports where none is named."""
+        return max(self._fitting(transports), key=lambda row: row.speedup, default=None)
 
     def advised(self, *transports: Transport) -> Row | None:
         """Of those about as fast as the fastest, the one that sends least to other nodes; of those, the one that takes
@@ -93,11 +94,19 @@ class ShardingResults:
         fastest = self.fastest(*transports)
         if fastest is None:
             return None
-        near = [row for row in self._fitting(*transports) if row.speedup >= fastest.speedup * (1 - WORTH_IT)]
+        near = [row for row in self._fitting(transports) if row.speedup >= fastest.speedup * (1 - WORTH_IT)]
         return min(near, key=lambda row: (row.network_bytes, row.peak_bytes), default=None)
 
-    def _fitting(self, *transports: Transport) -> list[Row]:
-        return [row for row in self.rows if row.fits and (not transports or row.transport in transports)]
+    def too_tight(self, *transports: Transport) -> Row | None:
+        """The fastest of what fits, but hardly, where other rows fit well."""
+        well = self._fitting(transports)
+        tight = [row for row in self.rows if row.fits and row not in well and row.transport in transports]
+        return max(tight, key=lambda row: row.speedup, default=None)
+
+    def _fitting(self, transports: tuple[Transport, ...]) -> list[Row]:
+        fitting = [row for row in self.rows if row.fits and (not transports or row.transport in transports)]
+        well_bytes = TOO_TIGHT * self.inputs.machine.cluster.device.memory_bytes
+        return [row for row in fitting if row.peak_bytes <= well_bytes] or fitting
 
     def row(self, strategy: str, transport: Transport) -> Row:
         """One of them.
@@ -219,7 +228,7 @@ def _run(
     backward_s = _last_backward_s(load, inputs.compute, together=in_step)
     exposed_s = sync.exposed_s(inputs.model.layers, backward_s, hides=hides)
     makespan_s = slowest_s + exposed_s
-    state_bytes = strategy.state_bytes(
+    state = strategy.state(
         inputs.model.parameters,
         study.recipe,
         node=topology.group,
@@ -227,15 +236,14 @@ def _run(
         window_bytes=costs.parameter_bytes * one_sided,
         copy_bytes=costs.parameter_bytes,
     )
-    peak = peak_of(inputs, plan, transport)
-    peak_bytes = state_bytes + _beside_state_bytes(peak, strategy, inputs.model)
+    peak_bytes = peak_of(inputs, plan, transport, partial(_divided, strategy, state, inputs.model)).total_bytes
     network_bytes = costs.microbatches_bytes(strategy, load.counts, schedule)
     row = Row(
         strategy=strategy.name,
         transport=transport,
         policy=policy,
         meets="nobody" if alone or deferred else strategy.meets,
-        state_bytes=state_bytes,
+        state_bytes=sum(state.values()),
         peak_bytes=peak_bytes,
         fits=peak_bytes <= cluster.device.memory_bytes,
         network_bytes=network_bytes + sync.gradients_bytes + sync.parameters_bytes,
@@ -249,18 +257,18 @@ def _run(
     return row, makespan_s
 
 
-def _beside_state_bytes(peak: MemoryEstimate, strategy: Strategy, model: ModelSpec) -> int:
-    """What full sharding holds at its peak besides the state, less what this strategy's state has already: parameters
-    that are not divided are not gathered, gradients that are not are not reduced in a microbatch."""
-    found = dict(peak.categories)
-    for name in ("parameters", "gradients", "optimizer", "published_window"):
-        del found[name]
-    if strategy.parameters == "N":  # the root, a layer, and the next one gathered ahead
-        gathered = BF16_BYTES * (model.root_parameters + 2 * model.layer_parameters)
-        found["unsharded"] = max(found["unsharded"] - gathered, 0)
+def _divided(
+    strategy: Strategy, state: Mapping[str, int], model: ModelSpec, alive: Alive, of_full_sharding: dict[str, int]
+) -> dict[str, int]:
+    """The memory of a moment: parameters that are not divided are not gathered, gradients that are not are not reduced
+    in a microbatch, and of gradients there are those that full sharding has by then."""
+    found = {**of_full_sharding, **state}
+    found["gradients"] = -(-state["gradients"] * alive.gradients // model.parameters)
+    if strategy.parameters == "N":
+        found["unsharded"] -= alive.gathered
     if strategy.gradients == "N":
         found["staging"] = 0
-    return sum(found.values())
+    return found
 
 
 def _last_backward_s(load: Load, compute: ComputeCosts, *, together: int) -> Floats:

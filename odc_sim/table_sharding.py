@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from odc_sim.memory import TIGHT, TOO_TIGHT
 from odc_sim.sharding import SHOWN
 from odc_sim.sharding_study import FREE_POLICY, LOCKSTEP_POLICY, STOCK, WORTH_IT, Row, ShardingResults
 from odc_sim.study import Study
@@ -13,8 +14,6 @@ if TYPE_CHECKING:
 
 IN_TITLE = ("workload", "lengths", "column", "model", "hardware", "devices", "minibatch_size", "minibatches", "seed")
 """Fields of a study that the title tells; others are told where they are not the default."""
-TIGHT = 0.9
-"""Of a device's memory: what the allocator leaves unused between its blocks may take the rest."""
 NEEDS = {
     "NNN": "DDP's no_sync()",
     "NNG": "ZeRO-1 with gradients summed on the rank",
@@ -97,8 +96,8 @@ def notes(results: ShardingResults, symbols: bool) -> Iterator[str]:
         f"{FREE_POLICY}, which is part of the gain"
     )
     yield (
-        f"* advised: of what fits and is within {WORTH_IT:.0%} of the fastest, it sends least between nodes, then "
-        "takes least memory"
+        f"* advised: of what fits (in {TOO_TIGHT:.0%} of memory, if anything does) and is within {WORTH_IT:.0%} of the "
+        "fastest, it sends least between nodes, then takes least memory"
     )
     yield f"peak: estimated memory of {memory_gb:.1f} GB; {'✗' if symbols else '!'} does not fit"
     yield (
@@ -147,10 +146,11 @@ def advice(results: ShardingResults) -> list[str]:
     first = f"Use {_use(results, found[0])}."
     if found[0].transport != "odc":
         return [first, _as_fast_on_demand(results, found[0])]
-    return [
-        first,
-        f"Without on-demand transfers {f'use {_use(results, found[1])}' if found[1:] else 'nothing gains 2 %'}.",
-    ]
+    second = f"Without on-demand transfers {f'use {_use(results, found[1])}' if found[1:] else 'nothing gains 2 %'}."
+    tight, least = results.too_tight(*STOCK), found[1].speedup if found[1:] else 1.0
+    if tight is not None and tight.speedup >= least * (1 + WORTH_IT):
+        second += f" It fits, but too tightly to count on: {_use(results, tight)}."
+    return [first, second]
 
 
 def _as_fast_on_demand(results: ShardingResults, stock: Row) -> str:

@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from odc_sim.api import obstacle
 from odc_sim.costs import ComputeCosts, choose_costs, extrapolated
 from odc_sim.durations import Durations
 from odc_sim.emulation import default_parameters_scale, emulated_shape, executed_costs, on_one_stream, uncontended
@@ -20,7 +19,7 @@ from odc_sim.memory_plan import plan_peak
 from odc_sim.models import BUILT_IN, ModelSpec, builtin_models, load_model
 from odc_sim.plans import Plan
 from odc_sim.run_files import CALIBRATION, Run
-from odc_sim.schedules import Schedule, make_schedule
+from odc_sim.schedules import Schedule, make_schedule, obstacle
 from odc_sim.transfers import ModelShape, TransferCosts, transfer_costs
 
 Floats = NDArray[np.float64]

@@ -13,12 +13,12 @@ from odc_kernels.lm import build_lm, pack
 from odc_kernels.train import make_worker
 from odc_kernels.train_data import Synthetic, minibatch_samples
 from odc_kernels.train_job import Job
-from odc_sim.api import obstacle, plan
+from odc_sim.api import plan
 from odc_sim.errors import RunError
 from odc_sim.plans import Plan, pad_microbatches
 from odc_sim.policies import POLICIES
 from odc_sim.run_files import RunConfig
-from odc_sim.schedules import SCHEDULES, make_schedule
+from odc_sim.schedules import SCHEDULES, make_schedule, obstacle
 from odc_sim.study import Study
 
 CPU = torch.device("cpu")

@@ -274,6 +274,7 @@ def test_the_command_prints_a_table_a_factor_and_writes_files(tmp_path, monkeypa
     assert "devices; others at minibatch size 1" in result.stdout
     assert "minibatch size; others at devices 2" in result.stdout
     assert "largest gain: " in result.stdout
+    assert "sources: compute " in result.stdout
     assert "highest throughput: " in result.stdout
     assert "collective with lb-mini, 4 points, such as devices 2, minibatch size 1: microbatch counts" in result.stdout
     out = tmp_path / "reports" / "sweep-longalign"

@@ -62,10 +62,16 @@ class SweepResults:
         return [outcome.ran.get(label) if outcome else None for outcome in self.along(factor)]
 
     def labels(self, factor: Factor, most: int = 6) -> list[str]:
-        """schedule/policy of what ran along `factor`; at most `most`: the baseline and those that gain most."""
+        """schedule/policy of what ran along `factor`; at most `most`: the baseline, of stock FSDP2 what gains most and
+        does not run by luck, and of all those that gain most."""
         best: dict[str, float] = {}
+        lucky: set[str] = set()
         for outcome in self.along(factor):
             for label, row in outcome.ran.items() if outcome else ():
                 best[label] = max(best.get(label, 0.0), row.speedup or 0.0)
-        kept = sorted(best, key=lambda label: (label != self.baseline, -best[label]))[:most]
+                lucky |= {label} if row.verdict else set()
+        others = [label for label in best if label != self.baseline]
+        stock = [label for label in others if not label.startswith("odc") and label not in lucky]
+        first = sorted(stock, key=lambda label: -best[label])[:1]
+        kept = [self.baseline, *first, *sorted(others, key=lambda label: (label in first, -best[label]))][:most]
         return [label for label in best if label in kept]

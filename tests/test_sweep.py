@@ -265,6 +265,21 @@ def test_points_that_cannot_run_are_rows_with_their_verdict(tmp_path):
     factor_figure(found, sweep.factors[0])  # a line may have gaps
 
 
+def test_tables_hold_the_best_of_stock_fsdp2_however_much_odc_gains(tmp_path):
+    base = Study(minibatches=3, devices=8, policy=("lpt", "lb-micro", "lb-mini", "cost-rows")).model_dump()
+    found = run_sweep(
+        Sweep(name="s", base=base, factors=(Factor(field="minibatch_size", values=(4,)),)), tmp_path, jobs=1
+    )
+    ran = found.outcomes[0].ran
+    stock = {label: row.speedup for label, row in ran.items() if not label.startswith("odc") and not row.verdict}
+    del stock[found.baseline]
+    labels = found.labels(found.sweep.factors[0], most=4)
+    assert len(labels) == 4
+    assert [label for label in labels if label in stock] == [max(stock, key=stock.get)]
+    assert found.baseline in labels
+    assert max(ran, key=lambda label: ran[label].speedup) in labels
+
+
 def test_the_command_prints_a_table_a_factor_and_writes_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     command = ["sweep", "--devices", "2,4", "--minibatch-size", "1,2", "--minibatches", "3", "--jobs", "1"]

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from odc_sim.memory import TIGHT
-from odc_sim.results import Larger, Row, Zero1
+from odc_sim.memory import TIGHT, TOO_TIGHT
+from odc_sim.results import Rival, Row
 
 # From the least to the most that has to change in a training setup.
 EFFORT = ("collective", "collective-deferred", "odc", "odc-local-sum")
@@ -18,34 +18,72 @@ def advise(
     baseline: Row,
     bound_speedup: float | None,
     largest_sample_binds: bool,
-    larger: Larger | None = None,
-    zero1: Zero1 | None = None,
+    rivals: Sequence[Rival] = (),
+    untried: str = "",
+    *,
+    longest_tokens: int = 0,
 ) -> str:
-    """A few sentences: the fastest usable row or a simpler one within 1 % of it, and what stock FSDP2 reaches instead.
+    """A few sentences: whether it takes ODC, the row to use, and what stock FSDP2 reaches instead.
 
-    `bound_speedup`: what no policy can beat, None if unknown; `largest_sample_binds`: the longest sample of a minibatch
-    sets it; `larger` and `zero1`: what stock FSDP2 reaches with larger microbatches, and ZeRO-1, if that was tried.
+    Args:
+        rows: of the table.
+        baseline: the one that they are compared with.
+        bound_speedup: what no policy can beat, None if unknown.
+        largest_sample_binds: the longest sample of a minibatch sets it.
+        rivals: what else was tried.
+        untried: said where ODC is advised, if rivals were not tried.
+        longest_tokens: of the longest sample, which microbatches must hold.
     """
     running = [row for row in rows if row.runs]
     candidates = [row for row in running if row.usable]
     if not candidates:
-        if not running:
-            return "Nothing here can run: see the verdicts."
-        tokens = max((row.largest_max_tokens or 0 for row in running), default=0)
-        remedy = (
-            f"lower --max-tokens to {tokens:,} or use more devices" if tokens else "use more devices or a smaller model"
-        )
-        return f"Nothing fits the device's memory: {remedy}."
+        return _nothing(running, longest_tokens)
     ceiling = _ceiling(bound_speedup, largest_sample_binds)
     choice, best = _simplest(candidates, baseline), max(candidates, key=_gain)
+    well = sorted((each for each in rivals if each.memory_share <= TOO_TIGHT), key=lambda rival: -rival.speedup)
     gain = _gain(choice) - 1.0
-    if gain < WORTH_IT and baseline.usable:
-        without = _without_odc(larger, zero1, 1.0) if baseline.schedule.startswith("odc") else ""
-        where = "in this table" if without else "that fits"
-        return f"Keep {_name(baseline)}: nothing {where} gains {WORTH_IT:.0%} here.{without}{ceiling}"
-    rivals = [*([larger.speedup] if larger else []), *([zero1.speedup] if zero1 and zero1.fits else [])]
-    alone = not any(_as_much(speedup, _gain(choice)) for speedup in rivals)
-    text = f"{'Use' if alone else 'Of this table use'} {_name(choice)}: "
+    keep = gain < WORTH_IT and baseline.usable
+    chosen = baseline if keep else choice
+    odc = _takes_odc(chosen)
+    enough = [rival for rival in well if rival.speedup >= _gain(chosen) * (1.0 - WORTH_IT)] if odc else []
+    more = [] if odc else [rival for rival in well if rival.speedup >= _gain(chosen) * (1.0 + WORTH_IT)]
+    text = f"No ODC needed: {'; '.join(map(_told, enough))}. " if enough else ""
+    if keep:
+        where = "in this table" if enough or more else "that fits"
+        keep_it = "Of this table keep" if enough else "Keep"
+        text += f"{keep_it} {_name(baseline)}: nothing {where} gains {WORTH_IT:.0%} here."
+    else:
+        text += _use(choice, best, baseline, shown=bool(enough or more))
+    if more:
+        text += f" But {'; '.join(map(_told, more))}."
+    if odc:
+        text += _stock(rows, candidates) if not keep else ""
+        text += _too_little([rival for rival in rivals if rival not in enough]) + (untried and f" {untried}")
+        text += _deferred(running) if not keep else ""
+    elif not keep and any(map(_takes_odc, candidates)):
+        text += " It is stock FSDP2, about as fast as odc here and fits: no ODC needed."
+    return text + ceiling
+
+
+def _nothing(running: Sequence[Row], longest_tokens: int) -> str:
+    if not running:
+        return "Nothing here can run: see the verdicts."
+    tokens = max((row.largest_max_tokens or 0 for row in running), default=0)
+    if not tokens:
+        remedy = "use more devices or a smaller model"
+    elif tokens >= longest_tokens:
+        remedy = f"lower --max-tokens to {tokens:,} or use more devices"
+    else:
+        remedy = (
+            f"the longest sample has {longest_tokens:,} tokens, and memory holds {tokens:,} a microbatch. Use context "
+            f"parallelism, a smaller model or more devices, or --max-tokens {tokens} with --overlong clip or drop"
+        )
+    return f"Nothing fits the device's memory: {remedy}."
+
+
+def _use(choice: Row, best: Row, baseline: Row, *, shown: bool) -> str:
+    gain = _gain(choice) - 1.0
+    text = f"{'Of this table use' if shown else 'Use'} {_name(choice)}: "
     if not baseline.usable:
         why = "does not fit the device's memory" if not baseline.fits else "runs here only by chance"
         text += f"{_name(baseline)}, the baseline, {why}; "
@@ -53,24 +91,54 @@ def advise(
     saved = choice.gpu_hours_saved_per_1000_steps
     if saved is not None and abs(saved) >= 0.05:  # less is shown as nothing
         text += f", {saved:,.1f} GPU-hours saved per 1,000 steps"
-    text += "." if choice is best else f"; within 1 % of the fastest, {_name(best)}, and simpler."
-    odc = [row for row in candidates if row.schedule.startswith("odc")]
-    if not choice.schedule.startswith("odc"):
-        return text + (" It is stock FSDP2, as fast as odc here and fits: no ODC needed." if odc else "") + ceiling
-    stock = [row for row in candidates if not row.schedule.startswith("odc")]
-    if stock:
-        rival = max(stock, key=_gain)
-        close = [row for row in stock if _gain(row) >= _gain(rival) - 0.005]
-        rival = min(close, key=lambda row: (EFFORT.index(row.schedule), -_gain(row)))
-        tried = {(row.schedule, row.policy) for row in rows} >= STOCK_BEST
-        which = "best that stock FSDP2 reaches" if tried else "best stock FSDP2 among the rows simulated here"
-        text += f" The {which} is {_gain(rival) - 1.0:+.0%}, {_name(rival)}."
-    text += _without_odc(larger, zero1, _gain(choice))
+    if choice is best:
+        return f"{text}."
+    near = WORTH_IT if _takes_odc(best) and not _takes_odc(choice) else 0.5 * WORTH_IT
+    return f"{text}; within {100 * near:.0f} % of the fastest, {_name(best)}, and simpler."
+
+
+def _stock(rows: Sequence[Row], candidates: Sequence[Row]) -> str:
+    stock = [row for row in candidates if not _takes_odc(row)]
+    if not stock:
+        return ""
+    rival = max(stock, key=_gain)
+    close = [row for row in stock if _gain(row) >= _gain(rival) - 0.005]
+    rival = min(close, key=lambda row: (EFFORT.index(row.schedule), -_gain(row)))
+    tried = {(row.schedule, row.policy) for row in rows} >= STOCK_BEST
+    which = "best that stock FSDP2 reaches in it" if tried else "best stock FSDP2 among the rows simulated here"
+    return f" The {which} is {_gain(rival) - 1.0:+.0%}, {_name(rival)}."
+
+
+def _deferred(running: Sequence[Row]) -> str:
     deferred = [row for row in running if row.schedule == "collective-deferred"]
-    if deferred and not any(row.fits for row in deferred):
-        need = min(row.peak_memory_bytes.get("total", 0) for row in deferred) / 1e9
-        text += f" collective-deferred would need {need:.0f} GB a device, which does not fit."
-    return text + ceiling
+    if not deferred or any(row.fits for row in deferred):
+        return ""
+    need = min(row.peak_memory_bytes.get("total", 0) for row in deferred) / 1e9
+    return f" collective-deferred would need {need:.0f} GB a device, which does not fit."
+
+
+def _too_little(rivals: Sequence[Rival]) -> str:
+    """Of rivals that are slower than ODC, or do not fit."""
+    slower = [_told(rival) for rival in rivals if rival.fits]
+    text = f" Without ODC {'; '.join(slower)}." if slower else ""
+    for rival in rivals:
+        if not rival.fits:
+            text += f" {rival.kind} would need {rival.peak_memory_bytes / 1e9:.0f} GB a device, which does not fit."
+    return text
+
+
+def _told(rival: Rival) -> str:
+    """stock FSDP2 with --max-tokens 131072, collective-deferred + lb-mini, reaches +35% in 33 GB a device"""
+    what = (
+        f"stock FSDP2 with {rival.flags}, {rival.schedule} + {rival.policy},"
+        if rival.flags
+        else f"{rival.kind} (odc sharding), {rival.policy},"
+    )
+    tight = f", {rival.memory_share:.0%} of it" if rival.memory_share > TIGHT else ""
+    beyond = " (compute extrapolated)" if rival.compute == "extrapolated" else ""
+    condition = ", if microbatches may be that large" if rival.kind == "larger" else ""
+    gigabytes = f"{rival.peak_memory_bytes / 1e9:.0f} GB a device{tight}"
+    return f"{what} reaches {_percent(rival.speedup)} in {gigabytes}{beyond}{condition}"
 
 
 def advised_row(rows: Sequence[Row], baseline: Row) -> Row | None:
@@ -87,10 +155,17 @@ def _name(row: Row) -> str:
 
 
 def _simplest(candidates: Sequence[Row], baseline: Row) -> Row:
-    """The fastest, or what takes less effort among those close to it."""
+    """The fastest, or what takes less effort: stock FSDP2 if ODC is not worth it, and within half of that the least."""
     best = max(candidates, key=_gain)
-    close = [row for row in candidates if _gain(row) >= _gain(best) * (1.0 - 0.5 * WORTH_IT)]
+    stock = [row for row in candidates if not _takes_odc(row) and _gain(row) >= _gain(best) * (1.0 - WORTH_IT)]
+    among = stock or candidates
+    most = max(map(_gain, among))
+    close = [row for row in among if _gain(row) >= most * (1.0 - 0.5 * WORTH_IT)]
     return min(close, key=lambda row: (EFFORT.index(row.schedule), row.policy != baseline.policy, -_gain(row)))
+
+
+def _takes_odc(row: Row) -> bool:
+    return row.schedule.startswith("odc")
 
 
 def _gain(row: Row) -> float:
@@ -98,41 +173,9 @@ def _gain(row: Row) -> float:
     return row.speedup
 
 
-def _as_much(speedup: float, gain: float) -> bool:
-    return speedup >= gain * (1.0 - 0.5 * WORTH_IT)
-
-
-def _without_odc(larger: Larger | None, zero1: Zero1 | None, gain: float) -> str:
-    text = "" if larger is None else _with_larger_microbatches(larger, gain)
-    return text if zero1 is None else text + _zero1(zero1, gain)
-
-
 def _percent(speedup: float) -> str:
     """+33%; never -0%."""
     return f"{round(100.0 * (speedup - 1.0)) + 0:+d}%"
-
-
-def _with_larger_microbatches(larger: Larger, gain: float) -> str:
-    beyond = ", compute extrapolated" if larger.compute == "extrapolated" else ""
-    text = (
-        f" With --max-tokens {larger.max_tokens} stock FSDP2 reaches {_percent(larger.speedup)}, "
-        f"{larger.schedule} + {larger.policy} ({_gigabytes(larger)}{beyond})"
-    )
-    as_much = ": as much without ODC, if microbatches may be that large."
-    return text + (as_much if _as_much(larger.speedup, gain) else ".")
-
-
-def _zero1(zero1: Zero1, gain: float) -> str:
-    if not zero1.fits:
-        return f" ZeRO-1 would need {_gigabytes(zero1)}, which does not fit."
-    text = f" ZeRO-1 (odc sharding) reaches {_percent(zero1.speedup)} in {_gigabytes(zero1)}"
-    return text + (": as much without ODC." if _as_much(zero1.speedup, gain) else ".")
-
-
-def _gigabytes(rival: Larger | Zero1) -> str:
-    text = f"{rival.peak_memory_bytes / 1e9:.0f} GB a device"
-    share = rival.memory_share
-    return text if share is None or not TIGHT < share <= 1.0 else f"{text}, {share:.0%} of it"
 
 
 def _ceiling(bound_speedup: float | None, largest_sample_binds: bool) -> str:

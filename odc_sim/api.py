@@ -19,8 +19,8 @@ from odc_sim.perturbation import Perturbation
 from odc_sim.plans import Plan
 from odc_sim.policies import POLICIES
 from odc_sim.progress import Progress
-from odc_sim.results import Results
-from odc_sim.rivals import larger_microbatches, odc_is_advised, zero1
+from odc_sim.results import Results, Rival
+from odc_sim.rivals import odc_is_advised, rivals_of
 from odc_sim.rows import empty_row, row_of
 from odc_sim.schedules import SCHEDULES, Schedule, obstacle
 from odc_sim.study import Study
@@ -108,11 +108,10 @@ def simulate(study: Study, progress: Progress = _silent) -> Results:
 def run_study(study: Study, progress: Progress = _silent, *, rivals: bool = True) -> Simulation:
     """`simulate`, keeping plans and makespans for a closer look.
 
-    `rivals`: before ODC is advised, also try larger microbatches and ZeRO-1 without it.
+    `rivals`: also try what does without ODC besides the table's rows.
     """
     simulation = _run(study, progress)
-    if rivals and odc_is_advised(simulation.results):
-        simulation = replace(simulation, results=_with_rivals(simulation, progress))
+    simulation = replace(simulation, results=_with_rivals(simulation, progress, tried=rivals))
     if not study.stability:
         return simulation
     from odc_sim.stability import with_stability
@@ -121,17 +120,30 @@ def run_study(study: Study, progress: Progress = _silent, *, rivals: bool = True
     return replace(simulation, results=results)
 
 
-def _with_rivals(simulation: Simulation, progress: Progress) -> Results:
-    results, study = simulation.results, simulation.inputs.study
+def _with_rivals(simulation: Simulation, progress: Progress, *, tried: bool) -> Results:
+    results, inputs = simulation.results, simulation.inputs
 
     def run(other: Study) -> Results:
-        return _run(other, lambda _, done, total: progress(f"max_tokens {other.max_tokens:,}", done, total)).results
+        what = "padded" if other.pad_microbatches else f"max_tokens {other.max_tokens:,}"
+        return _run(other, lambda _, done, total: progress(what, done, total)).results
 
-    memory_bytes = simulation.inputs.machine.cluster.device.memory_bytes
-    larger = larger_microbatches(results, study, memory_bytes, run)
-    found = replace(results, larger=larger, zero1=zero1(results, study))
-    asked = results.rows, results.baseline_row, results.bounds.get("speedup"), longest_sample_binds(results.bounds)
-    return replace(found, advice=advise(*asked, larger=found.larger, zero1=found.zero1))
+    found = rivals_of(results, inputs, run) if tried else ()
+    untried = ""
+    if odc_is_advised(results) and (not tried or inputs.given is not None):
+        untried = f"Larger microbatches and ZeRO-1 were not tried{', since a plan is given' if tried else ''}."
+    return replace(results, rivals=found, advice=_advice(results, inputs, found, untried))
+
+
+def _advice(results: Results, inputs: Inputs, rivals: tuple[Rival, ...] = (), untried: str = "") -> str:
+    return advise(
+        results.rows,
+        results.baseline_row,
+        results.bounds.get("speedup"),
+        longest_sample_binds(results.bounds),
+        rivals,
+        untried,
+        longest_tokens=int(inputs.lengths.max(initial=0)),
+    )
 
 
 def _run(study: Study, progress: Progress, perturbation: Perturbation | None = None) -> Simulation:
@@ -208,14 +220,14 @@ def _results(
             assert isinstance(made, Plan)  # what was executed was planned
             rows.append(row_of(inputs, schedule, policy, made, run, baseline_s, transfers[schedule.name]))
     bounds = bounds_of(inputs, baseline_s)
-    baseline = next(row for row in rows if row.label == study.baseline)
     statistics = length_stats(inputs.lengths, inputs.groups)
-    return Results(
+    results = Results(
         rows=tuple(rows),
         bounds=bounds,
         baseline=study.baseline,
-        advice=advise(rows, baseline, bounds.get("speedup"), longest_sample_binds(bounds)),
+        advice="",
         notes=notes_of(inputs, rows, plans),
         study=study.model_dump(mode="json"),
         lengths={"name": inputs.workload_name, "max_tokens": inputs.max_tokens, **statistics.as_dict()},
     )
+    return replace(results, advice=_advice(results, inputs))

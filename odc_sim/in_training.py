@@ -10,6 +10,7 @@ takes twice as long. In layers that `odc calibrate` plays by themselves, with tr
 backward beside collectives lost 0.38 ms where training lost 0.49 (reports/validation-h200).
 """
 
+import itertools
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -84,8 +85,11 @@ def _check(run: Run, first: Run) -> None:
     config = run.config
     if config.device != "cuda" or config.compute != "real":
         raise InputError(f"{run.folder}: was not computed on GPUs, where transfers run beside compute")
-    if run.timeline is None or len(run.steps) < LEAST_MINIBATCHES:
+    recorded = 0 if run.timeline is None else np.unique(run.timeline.minibatch).size
+    if min(recorded, len(run.steps)) < LEAST_MINIBATCHES:
         raise InputError(f"{run.folder}: has no timeline of at least {LEAST_MINIBATCHES} minibatches; train longer")
+    if run.plan.model != config.model:
+        raise InputError(f"{run.folder}: config.toml says model {config.model!r}, the plan {run.plan.model!r}")
     if (config.gather_dtype, config.reduce_dtype) != ("bf16", "fp32"):
         got = f"gathers {config.gather_dtype} and reduces {config.reduce_dtype}"
         raise InputError(f"{run.folder}: {got}, expected bf16 and fp32, as odc calibrate times layers")
@@ -117,6 +121,9 @@ def _rounds(run: Run) -> dict[State, Array]:
             parts.setdefault((span.rank, number), []).append(span)
     layers = int(timeline.unit.max())
     later = np.unique(timeline.minibatch)[1:].tolist()
+    for rank, number in itertools.product(range(run.config.world_size), later):
+        if not any(span.kind == "forward" for span in parts.get((rank, number), ())):
+            raise InputError(f"{run.folder}: its timeline lacks the forwards of rank {rank} in minibatch {number}")
     found = [
         [
             medians([_states(parts[rank, number], layers, run) for number in part.tolist()])

@@ -4,6 +4,7 @@ from typing import TypedDict
 
 import numpy as np
 
+from odc_sim.costs import extrapolated
 from odc_sim.emulation import on_one_stream
 from odc_sim.execution import Load
 from odc_sim.inputs import SHUFFLE_STREAM, Inputs
@@ -103,9 +104,9 @@ def peak_of(inputs: Inputs, plan: Plan, schedule: str, division: Division | None
     return plan_peak(plan, peak)
 
 
-def largest_of(inputs: Inputs, schedule: str) -> int | None:
-    """The largest max_tokens with which memory holds any plan; None if there is none."""
-    memory_bytes = inputs.machine.cluster.device.memory_bytes
+def largest_of(inputs: Inputs, schedule: str, share: float = 1.0) -> int | None:
+    """The largest max_tokens with which a share of memory holds any plan; None if there is none."""
+    memory_bytes = int(share * inputs.machine.cluster.device.memory_bytes)
     return largest_max_tokens(inputs.model, memory_bytes=memory_bytes, **_sizing(inputs.study, schedule))
 
 
@@ -127,3 +128,10 @@ def _sizing(study: Study, schedule: str) -> _Sizing:
         "recompute": study.recompute,
         "chunked_loss_tokens": study.chunked_loss_tokens or None,
     }
+
+
+def compute_provenance(inputs: Inputs, plan: Plan) -> str:
+    """Where a plan's compute times come from: "extrapolated" where a microbatch is beyond what was measured."""
+    tokens = plan.tokens()[~plan.padding]
+    ends = (int(tokens.max(initial=0)), int(tokens.min()) if tokens.size else 0)
+    return "extrapolated" if any(extrapolated(inputs.compute, end) for end in ends) else inputs.compute.provenance

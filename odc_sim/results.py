@@ -2,7 +2,7 @@
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from odc_sim.durations import CAUSES
 from odc_sim.errors import InputError, unknown_name
@@ -69,32 +69,30 @@ class Row:
         return f"{self.schedule}/{self.policy}"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Larger:
-    """The best that stock FSDP2 reaches with larger microbatches (`rivals.py`)."""
+RivalKind = Literal["padded", "larger", "ZeRO-1", "HSDP"]
 
-    max_tokens: int
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rival:
+    """What does without ODC besides the table's rows (`rivals.py`)."""
+
+    kind: RivalKind
+    flags: str
+    """What the command of the study needs for it."""
     schedule: str
     policy: str
     speedup: float
-    """In throughput, over the study's baseline at its own max_tokens."""
-    peak_memory_bytes: float
+    """In throughput, over the study's baseline."""
+    peak_memory_bytes: int
+    memory_share: float
+    """The peak as a part of the device's memory."""
     compute: str
     """Where compute times come from: larger microbatches may be beyond what was measured."""
-    memory_share: float | None = None
-    """The peak as a part of the device's memory."""
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Zero1:
-    """What ZeRO-1 with gradients summed on the rank does in place of full sharding (`rivals.py`)."""
-
-    speedup: float
-    """In time, over the study's baseline."""
-    peak_memory_bytes: float
-    fits: bool
-    memory_share: float | None = None
-    """The peak as a part of the device's memory."""
+    @property
+    def fits(self) -> bool:
+        """Whether the device's memory holds it."""
+        return self.memory_share <= 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,10 +112,8 @@ class Results:
     """Statistics of the drawn lengths."""
     stability: dict[str, Any] | None = None
     """How the ranking held in repeats with other seeds and costs; None where there were none."""
-    larger: Larger | None = None
-    """What stock FSDP2 reaches with a larger max_tokens; None where that was not tried."""
-    zero1: Zero1 | None = None
-    """Likewise."""
+    rivals: tuple[Rival, ...] = ()
+    """What else was tried."""
 
     @property
     def baseline_row(self) -> Row:
@@ -143,8 +139,7 @@ class Results:
             "study": self.study,
             "lengths": self.lengths,
             "stability": self.stability,
-            "larger": None if self.larger is None else asdict(self.larger),
-            "zero1": None if self.zero1 is None else asdict(self.zero1),
+            "rivals": [asdict(rival) for rival in self.rivals],
         }
 
     def write_json(self, path: str | Path, command: str) -> None:
@@ -198,8 +193,7 @@ def read_results(path: str | Path) -> Results:
             **{name: data[name] for name in ("bounds", "baseline", "advice", "study", "lengths")},
             notes=tuple(data["notes"]),
             stability=data.get("stability"),
-            larger=Larger(**data["larger"]) if data.get("larger") else None,
-            zero1=Zero1(**data["zero1"]) if data.get("zero1") else None,
+            rivals=tuple(Rival(**rival) for rival in data.get("rivals", ())),
         )
     except KeyError as error:
         raise InputError(f"{path}: field {error} is missing") from None

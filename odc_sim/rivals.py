@@ -1,25 +1,35 @@
-"""What does without ODC, tried before ODC is advised: larger microbatches, and ZeRO-1.
+"""What does without ODC besides the rows of a table: padding, larger microbatches, ZeRO-1, and HSDP between nodes.
 
-With room for more samples in a microbatch, fewer plans need unequal counts, so stock FSDP2 can balance better. And
-where a device holds all parameters and gradients, ranks of ZeRO-1 meet once a minibatch anyhow. A comparison at one
-max_tokens, with full sharding only, would be unfair to both.
+Collectives can run unequal counts if the fewer are padded with empty microbatches. With room for more samples in a
+microbatch, fewer plans need unequal counts, so stock FSDP2 can balance better. Where a device holds all parameters and
+gradients, ranks of ZeRO-1 meet once a minibatch anyhow. And between nodes HSDP sends less. A comparison at one
+max_tokens, with full sharding only, would be unfair to all of them.
 """
 
 from collections.abc import Callable
 
-from odc_sim.advice import advised_row
+from odc_sim.advice import WORTH_IT, advised_row
 from odc_sim.errors import InputError
-from odc_sim.results import Larger, Results, Row, Zero1
+from odc_sim.inputs import Inputs
+from odc_sim.memory import TOO_TIGHT
+from odc_sim.parts import largest_of
+from odc_sim.policies import POLICIES
+from odc_sim.results import Results, Rival, RivalKind, Row
 from odc_sim.sharding import Strategy
-from odc_sim.sharding_study import SETTLED, UNUSED, shard
+from odc_sim.sharding_play import SETTLED, UNUSED, prepare
 from odc_sim.study import Study
 
-TIMES = (2, 4)
-"""The study's max_tokens."""
+Run = Callable[[Study], Results]
+
+TIMES = (2, 3, 4)
+"""The study's max_tokens; besides, what memory holds well, if it is between LEAST_TIMES and the last of these."""
+LEAST_TIMES = 1.25
 SCHEDULES = ("collective", "collective-deferred")
-POLICIES = ("lb-micro", "lb-mini", "cost-rows")
+DEALT_BY = ("lb-micro", "lb-mini", "cost-rows")
 BASELINE = "collective/lb-micro"
-ZERO1 = Strategy("N", "N", "G")
+ABOUT = 0.005
+"""A gain below this is no reason for larger microbatches than another one's."""
+SHARDINGS: dict[RivalKind, Strategy] = {"ZeRO-1": Strategy("N", "N", "G"), "HSDP": Strategy("I", "I", "I")}
 
 
 def odc_is_advised(results: Results) -> bool:
@@ -29,58 +39,123 @@ def odc_is_advised(results: Results) -> bool:
     return several and chosen is not None and chosen.schedule not in SCHEDULES
 
 
-def larger_microbatches(
-    results: Results, study: Study, memory_bytes: int, run: Callable[[Study], Results]
-) -> Larger | None:
-    """The fastest of stock FSDP2 with a larger max_tokens that fits and needs no luck; None if there is none.
+def rivals_of(results: Results, inputs: Inputs, run: Run) -> tuple[Rival, ...]:
+    """What is worth trying: padding always, HSDP on several nodes, the rest before ODC is advised.
+
+    Nothing for a given plan, which is not theirs.
 
     Args:
-        results: of `study`.
-        memory_bytes: of a device.
-        study: where it is a plan, or its lengths depend on max_tokens (clipped or dropped), nothing else is comparable.
+        results: of the study in `inputs`.
+        inputs: its machine and model.
         run: simulates another study.
     """
-    if study.plan is not None or study.overlong != "error":
+    study = inputs.study
+    if study.plan is not None or study.devices < 2:
+        return ()
+    memory_bytes = inputs.machine.cluster.device.memory_bytes
+    odc = odc_is_advised(results)
+    padded = _padded(results, study, memory_bytes, run)
+    larger = _larger(results, inputs, memory_bytes, run) if odc else []
+    several_nodes = study.devices > inputs.machine.cluster.devices_per_node
+    wanted: dict[RivalKind, bool] = {"ZeRO-1": odc, "HSDP": several_nodes}
+    kinds = [kind for kind, worth_it in wanted.items() if worth_it]
+    return (*([padded] if padded else []), *larger, *_shardings(results, study, kinds))
+
+
+def _padded(results: Results, study: Study, memory_bytes: int, run: Run) -> Rival | None:
+    """The fastest of the table's policies that collectives need padding for, if it beats the stock rows."""
+    rows = [row for row in results.rows if row.schedule == "collective"]
+    policies = tuple(row.policy for row in rows if row.policy in POLICIES and not POLICIES[row.policy].equal_counts)
+    if study.pad_microbatches or not policies:
         return None
+    changes = {"pad_microbatches": True, "schedule": ("collective",), "policy": policies, "baseline": BASELINE}
+    fitting = [row for row in _fitting(study, changes, run) if row.policy in policies]
+    best = max(fitting, key=_throughput, default=None)
+    stock = [_throughput(row) for row in results.rows if row.usable and row.schedule in SCHEDULES]
+    if best is None or _throughput(best) <= (1.0 + ABOUT) * max(stock, default=0.0):
+        return None
+    return _rival("padded", "--pad-microbatches", best, results, memory_bytes)
+
+
+def _larger(results: Results, inputs: Inputs, memory_bytes: int, run: Run) -> list[Rival]:
+    """The fastest of stock FSDP2 with a larger max_tokens, of about equally fast ones the smallest: of what fits well,
+    and of what hardly fits, if that is faster."""
+    now = inputs.max_tokens
+    limits = [largest_of(inputs, schedule, TOO_TIGHT) or 0 for schedule in SCHEDULES]
+    sizes = {times * now for times in TIMES}
+    sizes |= {limit for limit in limits if LEAST_TIMES * now <= limit < TIMES[-1] * now}
     found: list[Row] = []
-    for times in TIMES:
-        changes = {"max_tokens": times * results.rows[0].max_tokens, "schedule": SCHEDULES, "policy": POLICIES}
-        try:
-            other = run(study.model_copy(update={**changes, "baseline": BASELINE, "stability": 0}))
-        except InputError:  # the baseline cannot run there
-            break
-        fitting = [row for row in other.rows if row.usable]
-        if not fitting:
-            break
-        found += fitting
-    best = max(found, key=_throughput, default=None)
-    if best is None:
-        return None
-    return Larger(
-        max_tokens=best.max_tokens,
-        schedule=best.schedule,
-        policy=best.policy,
-        speedup=_throughput(best) / _throughput(results.baseline_row),
-        peak_memory_bytes=best.peak_memory_bytes["total"],
-        compute=best.provenance["compute"],
-        memory_share=best.peak_memory_bytes["total"] / memory_bytes,
+    for tokens in sorted(sizes):
+        changes = {"max_tokens": tokens, "schedule": SCHEDULES, "policy": DEALT_BY, "baseline": BASELINE}
+        found += _fitting(inputs.study, changes, run, same_as=results)
+    well = [row for row in found if row.peak_memory_bytes["total"] <= TOO_TIGHT * memory_bytes]
+    rivals = []
+    best = _least_of_the_fastest(well)
+    if best is not None:
+        rivals.append(best)
+    tight = _least_of_the_fastest([row for row in found if row not in well])
+    if tight is not None and (best is None or _throughput(tight) >= (1.0 + WORTH_IT) * _throughput(best)):
+        rivals.append(tight)
+    return [_rival("larger", f"--max-tokens {row.max_tokens}", row, results, memory_bytes) for row in rivals]
+
+
+def _least_of_the_fastest(rows: list[Row]) -> Row | None:
+    most = max(map(_throughput, rows), default=0.0)
+    close = [row for row in rows if _throughput(row) >= (1.0 - ABOUT) * most]
+    return min(close, key=lambda row: (row.max_tokens, -_throughput(row)), default=None)
+
+
+def _fitting(study: Study, changes: dict[str, object], run: Run, same_as: Results | None = None) -> list[Row]:
+    """What can be recommended of the changed study; nothing if its baseline cannot run, or its samples are others than
+    `same_as`'s, because max_tokens clips or drops some."""
+    try:
+        found = run(study.model_copy(update={**changes, "stability": 0}))
+    except InputError:
+        return []
+    if same_as is not None and found.lengths | {"max_tokens": 0} != same_as.lengths | {"max_tokens": 0}:
+        return []
+    return [row for row in found.rows if row.usable]
+
+
+def _rival(kind: RivalKind, flags: str, row: Row, results: Results, memory_bytes: int) -> Rival:
+    peak_bytes = row.peak_memory_bytes["total"]
+    return Rival(
+        kind=kind,
+        flags=flags,
+        schedule=row.schedule,
+        policy=row.policy,
+        speedup=_throughput(row) / _throughput(results.baseline_row),
+        peak_memory_bytes=peak_bytes,
+        memory_share=peak_bytes / memory_bytes,
+        compute=row.provenance["compute"],
     )
 
 
-def zero1(results: Results, study: Study) -> Zero1 | None:
-    """ZeRO-1 as `odc sharding` has it; None for a given plan, which may not be its own."""
-    if study.plan is not None:
-        return None
-    # how ODC meets, how often a study is repeated, and so on: none of it is ZeRO-1's
-    others = {name: Study.model_fields[name].get_default(call_default_factory=True) for name in (*SETTLED, *UNUSED)}
-    found = shard(study.model_copy(update=others), (ZERO1,))
-    row = found.row(ZERO1.name, "collective")
-    return Zero1(
-        speedup=results.baseline_row.makespan_s["mean"] / row.minibatch_s,
-        peak_memory_bytes=float(row.peak_bytes),
-        fits=row.fits,
-        memory_share=row.peak_bytes / found.inputs.machine.cluster.device.memory_bytes,
-    )
+def _shardings(results: Results, study: Study, kinds: list[RivalKind]) -> list[Rival]:
+    """As `odc sharding` has them with collectives, whether they fit or not."""
+    if not kinds:
+        return []
+    # how ODC meets, how often a study is repeated, and so on: none of it is theirs
+    fields = ("policy", *SETTLED, *UNUSED)
+    others = {name: Study.model_fields[name].get_default(call_default_factory=True) for name in fields}
+    game = prepare(study.model_copy(update=others))
+    memory_bytes = game.inputs.machine.cluster.device.memory_bytes
+    found = []
+    for kind in kinds:
+        row, _ = game.best(SHARDINGS[kind], "collective")
+        found.append(
+            Rival(
+                kind=kind,
+                flags="",
+                schedule=row.transport,
+                policy=row.policy,
+                speedup=results.baseline_row.makespan_s["mean"] / row.minibatch_s,
+                peak_memory_bytes=row.peak_bytes,
+                memory_share=row.peak_bytes / memory_bytes,
+                compute=row.compute,
+            )
+        )
+    return found
 
 
 def _throughput(row: Row) -> float:

@@ -5,12 +5,11 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from odc_sim.costs import extrapolated
 from odc_sim.execution import Executed
 from odc_sim.inputs import BOOTSTRAP_STREAM, Inputs
 from odc_sim.metrics import bubble_rate, gpu_hours_saved, idle_causes, idle_rate, mfu, speedup
 from odc_sim.models import model_flops
-from odc_sim.parts import baseline_of, largest_of, peak_of
+from odc_sim.parts import baseline_of, compute_provenance, largest_of, peak_of
 from odc_sim.plans import Plan
 from odc_sim.policies import POLICIES
 from odc_sim.results import Row
@@ -60,11 +59,8 @@ def row_of(
         study.batch_minibatches if whole_batch else 1,
         np.random.default_rng([study.seed, BOOTSTRAP_STREAM]),
     )
-    tokens = plan.tokens()[~plan.padding]
-    longest, shortest = int(tokens.max(initial=0)), int(tokens.min()) if tokens.size else 0
     memory = peak_of(inputs, plan, schedule.name)
     limit = inputs.machine.cluster.device.memory_bytes
-    outside = extrapolated(inputs.compute, longest) or extrapolated(inputs.compute, shortest)
     percentiles = np.quantile(run.makespan_s, [0.05, 0.5, 0.95])
     counts = plan.counts()
     return replace(
@@ -92,7 +88,7 @@ def row_of(
         fits=memory.total_bytes <= limit,
         largest_max_tokens=largest_of(inputs, schedule.name),
         provenance={
-            "compute": "extrapolated" if outside else inputs.compute.provenance,
+            "compute": compute_provenance(inputs, plan),
             "transfers": transfers.provenance,
             "optimizer": transfers.optimizer_provenance,
             "memory": "analytic",

@@ -77,7 +77,7 @@ def with_stability(results: Results, study: Study, repeat: Repeat, progress: Pro
             failed.append(str(error))
             continue
         seen |= {(row.schedule, row.policy) for row in found.rows}
-        fitting = {(row.schedule, row.policy): row.speedup for row in found.rows if row.speedup and row.fits}
+        fitting = {(row.schedule, row.policy): row.speedup for row in found.rows if row.speedup and row.usable}
         if fitting:
             outcomes.append(Outcome(speedups=fitting))
         else:
@@ -97,8 +97,8 @@ def with_stability(results: Results, study: Study, repeat: Repeat, progress: Pro
 
 
 def can_win(rows: tuple[Row, ...]) -> list[Row]:
-    """Those that fit and are at most `CAN_WIN` slower than the fastest of them."""
-    fitting = [row for row in rows if row.speedup is not None and row.fits]
+    """Those that can be recommended and are at most `CAN_WIN` slower than the fastest of them."""
+    fitting = [row for row in rows if row.speedup is not None and row.usable]
     best = max((row.speedup or 0.0 for row in fitting), default=0.0)
     return [row for row in fitting if (row.speedup or 0.0) >= (1.0 - CAN_WIN) * best]
 

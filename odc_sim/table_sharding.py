@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING
 
 from odc_sim.memory import TIGHT, TOO_TIGHT
 from odc_sim.sharding import SHOWN
-from odc_sim.sharding_study import FREE_POLICY, LOCKSTEP_POLICY, STOCK, WORTH_IT, Row, ShardingResults
+from odc_sim.sharding_play import BASE_POLICY, TRIED, Row
+from odc_sim.sharding_study import STOCK, WORTH_IT, ShardingResults
 from odc_sim.study import Study
 from odc_sim.transfers import weakest
 
@@ -90,10 +91,11 @@ def notes(results: ShardingResults, symbols: bool) -> Iterator[str]:
     """What a reader must know."""
     inputs = results.inputs
     memory_gb = inputs.machine.cluster.device.memory_bytes / 1e9
+    tried = inputs.study.policy or TRIED
     yield "parameters, gradients, optimizer state: N not divided, I over the ranks of a node, G over all"
     yield (
-        f"speedup over GGG with collectives; {LOCKSTEP_POLICY} where ranks wait for others in every microbatch, else "
-        f"{FREE_POLICY}, which is part of the gain"
+        f"speedup over GGG with collectives dealt by {BASE_POLICY}; each row by the fastest of {', '.join(tried)} (of "
+        "those with equal counts, where ranks wait for others in every microbatch), which is part of the gain"
     )
     yield (
         f"* advised: of what fits (in {TOO_TIGHT:.0%} of memory, if anything does) and is within {WORTH_IT:.0%} of the "
@@ -118,7 +120,8 @@ def notes(results: ShardingResults, symbols: bool) -> Iterator[str]:
         )
     provenance = weakest([row.provenance for row in results.rows])
     between = ", between nodes once a minibatch analytic" if results.nodes > 1 else ""
-    yield f"sources: compute {inputs.compute.provenance}, transfers {provenance}{between}, memory analytic"
+    compute = " or ".join(dict.fromkeys(row.compute for row in results.rows))
+    yield f"sources: compute {compute}, transfers {provenance}{between}, memory analytic"
     if results.left_out:
         same = "on one node I is G" if results.nodes == 1 else "on nodes of one device I is N"
         yield f"left out: {', '.join(results.left_out)}: {same}"

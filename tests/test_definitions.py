@@ -21,7 +21,7 @@ from odc_sim.machine import load_machine
 from odc_sim.metrics import speedup
 from odc_sim.models import load_model
 from odc_sim.plans import write_plan
-from odc_sim.results import Larger, read_results
+from odc_sim.results import Rival, read_results
 from odc_sim.schedules import make_schedule
 from odc_sim.sharding import Strategy
 from odc_sim.transfers import transfer_costs
@@ -263,16 +263,23 @@ class TestAdvice:
             make_row("collective-deferred", "lb-mini", speedup=1.5 * (1 - behind)),
         )
 
-    def test_what_is_simpler_and_less_than_a_percent_behind_is_chosen(self):
+    def test_stock_fsdp2_less_than_two_percent_behind_is_chosen(self):
         rows = self.rows(0.008)
         assert advised_row(rows, self.BASE) is rows[2]
         assert "Use collective-deferred + lb-mini: 49% more throughput than collective + lb-micro" in advise(
             rows, self.BASE, 2.0, False
         )
-        assert "within 1 % of the fastest, odc + lb-mini, and simpler." in advise(rows, self.BASE, 2.0, False)
+        assert "within 2 % of the fastest, odc + lb-mini, and simpler." in advise(rows, self.BASE, 2.0, False)
+        assert advised_row(self.rows(0.019), self.BASE).schedule == "collective-deferred"
+
+    def test_of_stock_rows_the_simpler_within_one_percent(self):
+        rows = (*self.rows(0.0), make_row("collective", "cost-rows", speedup=1.49))
+        assert advised_row(rows, self.BASE) is rows[3]
+        rows = (*self.rows(0.0), make_row("collective", "cost-rows", speedup=1.48))
+        assert advised_row(rows, self.BASE) is rows[2]
 
     def test_what_is_further_behind_is_not(self):
-        rows = self.rows(0.015)
+        rows = self.rows(0.021)
         assert advised_row(rows, self.BASE) is rows[1]
         assert advise(rows, self.BASE, 2.0, False).startswith("Use odc + lb-mini: 50% more throughput")
 
@@ -299,92 +306,189 @@ class TestAdvice:
 
 
 class TestRivals:
-    """What does without ODC: larger microbatches, and ZeRO-1."""
+    """What does without ODC: padding, larger microbatches, ZeRO-1, HSDP."""
 
     STUDY = Study(workload="longalign", minibatches=20, policy=("lb-micro", "lb-mini"))
+    BASE = make_row("collective", "lb-micro", speedup=1.0)
+    ODC = make_row("odc", "lb-mini", speedup=1.5)
+    LARGER = Rival(
+        kind="larger",
+        flags="--max-tokens 9",
+        schedule="collective",
+        policy="lb-mini",
+        speedup=1.48,
+        peak_memory_bytes=33 * 10**9,
+        memory_share=0.5,
+        compute="fitted",
+    )
+
+    def of(self, results, kind):
+        found = [rival for rival in results.rivals if rival.kind == kind]
+        return found[0] if found else None
+
+    def told(self, *rivals, rows=None):
+        return advise(rows or (self.BASE, self.ODC), self.BASE, 2.0, False, rivals)
 
     def test_larger_microbatches_are_tried_and_told(self):
         results = simulate(self.STUDY)
-        larger = results.larger
-        assert larger is not None
-        tokens = results.rows[0].max_tokens
-        assert larger.max_tokens in (2 * tokens, 4 * tokens)
-        assert larger.peak_memory_bytes <= 85.9e9
+        larger = self.of(results, "larger")
+        tokens = int(larger.flags.removeprefix("--max-tokens "))
+        assert tokens == 2 * results.rows[0].max_tokens  # of those about as fast the smallest
+        assert larger.peak_memory_bytes == pytest.approx(larger.memory_share * 85.9e9, rel=1e-3)
         # the same, simulated by itself, in samples over the baseline's at its own max_tokens
-        alone = simulate(
-            self.STUDY.model_copy(update={"max_tokens": larger.max_tokens, "schedule": (larger.schedule,)})
-        ).row(larger.schedule, larger.policy)
-        base = results.row("collective", "lb-micro")
-        assert larger.speedup == pytest.approx(alone.samples_per_s_per_device / base.samples_per_s_per_device)
+        alone = simulate(self.STUDY.model_copy(update={"max_tokens": tokens, "schedule": (larger.schedule,)}))
+        row, base = alone.row(larger.schedule, larger.policy), results.row("collective", "lb-micro")
+        assert larger.speedup == pytest.approx(row.samples_per_s_per_device / base.samples_per_s_per_device)
         assert larger.speedup > max(row.speedup for row in results.rows if row.usable and "odc" not in row.schedule)
         assert larger.compute == "extrapolated"
-        told = f"With --max-tokens {larger.max_tokens} stock FSDP2 reaches +{larger.speedup - 1:.0%}"
-        assert told in results.advice
-        assert "compute extrapolated): as much without ODC, if microbatches may be that large." in results.advice
-        assert results.as_dict("test")["larger"]["policy"] == larger.policy
+        assert results.advice.startswith(
+            f"No ODC needed: stock FSDP2 with {larger.flags}, {larger.schedule} + {larger.policy}, reaches "
+            f"+{larger.speedup - 1:.0%} in {larger.peak_memory_bytes / 1e9:.0f} GB a device (compute extrapolated), "
+            "if microbatches may be that large; "
+        )
+        assert results.as_dict("test")["rivals"][0]["policy"] == larger.policy
+
+    def test_so_is_what_memory_holds_between_the_multiples(self):
+        study = Study(model="qwen2.5-14b", workload="aime-qwen3", devices=8, minibatch_size=2, minibatches=20)
+        larger = self.of(simulate(study), "larger")
+        tokens = int(larger.flags.removeprefix("--max-tokens "))
+        assert 1.25 * 40_960 < tokens < 2 * 40_960
+        assert 0.8 < larger.memory_share <= 0.95
 
     @pytest.mark.parametrize(
         "changes",
         [
             {"schedule": ("collective", "collective-deferred")},  # odc is not advised
-            {"overlong": "clip"},  # other max_tokens are other lengths
+            {"overlong": "clip", "max_tokens": 30_000},  # other max_tokens are other lengths
             {"max_tokens": 300_000},  # nothing larger fits
         ],
     )
     def test_larger_microbatches_are_not_tried(self, changes):
-        assert simulate(self.STUDY.model_copy(update=changes)).larger is None
+        assert self.of(simulate(self.STUDY.model_copy(update=changes)), "larger") is None
+
+    def test_clipping_that_clips_nothing_is_no_reason(self):
+        clipped = self.STUDY.model_copy(update={"overlong": "clip", "max_tokens": 65_536})
+        assert simulate(clipped).rivals == simulate(self.STUDY).rivals
+
+    def test_padding_is_tried_wherever_it_may_help(self):
+        study = self.STUDY.model_copy(
+            update={"workload": "mooncake-conversation", "devices": 2, "schedule": ("collective", "odc")}
+        )
+        results = simulate(study)
+        padded = self.of(results, "padded")
+        alone = simulate(study.model_copy(update={"pad_microbatches": True})).row("collective", "lb-mini")
+        assert padded.speedup == pytest.approx(alone.speedup)
+        assert (padded.flags, padded.policy) == ("--pad-microbatches", "lb-mini")
+        assert padded.speedup > results.row("collective", "lb-micro").speedup
+        assert self.of(simulate(self.STUDY), "padded") is None  # there it is slower than a row of the table
+        assert self.of(simulate(study.model_copy(update={"pad_microbatches": True})), "padded") is None
 
     def test_zero1_is_tried_and_told(self):
         """As odc sharding has it, which has the same baseline."""
         results = simulate(self.STUDY)
-        sharded = shard(Study(workload="longalign", minibatches=20), (Strategy("N", "N", "G"),))
-        row = sharded.row("NNG", "collective")
-        assert results.zero1 is not None
-        assert results.zero1.speedup == pytest.approx(row.speedup)
-        assert (results.zero1.peak_memory_bytes, results.zero1.fits) == (row.peak_bytes, True)
-        assert f"ZeRO-1 (odc sharding) reaches +{row.speedup - 1:.0%} in 28 GB a device: as much" in results.advice
-        assert results.advice.startswith("Of this table use odc + lb-mini: ")
+        row = shard(Study(workload="longalign", minibatches=20), (Strategy("N", "N", "G"),)).row("NNG", "collective")
+        zero1 = self.of(results, "ZeRO-1")
+        assert zero1.speedup == pytest.approx(row.speedup)
+        assert (zero1.peak_memory_bytes, zero1.fits, zero1.policy) == (row.peak_bytes, True, row.policy)
+        assert f"ZeRO-1 (odc sharding), lb-mini, reaches +{row.speedup - 1:.0%} in 28 GB a device" in results.advice
+        assert "Of this table use odc + lb-mini: " in results.advice
         large = simulate(self.STUDY.model_copy(update={"model": "qwen2.5-14b", "devices": 16}))
         assert "ZeRO-1 would need 140 GB a device, which does not fit." in large.advice
         assert large.advice.startswith("Use odc + lb-mini: ")
-        assert large.larger is None
         # how often a study is repeated, and by which engine, is nothing to ZeRO-1
         other = self.STUDY.model_copy(update={"calibration_error": 0.1, "engine": "event", "minibatches": 3})
-        assert simulate(other).zero1 == simulate(self.STUDY.model_copy(update={"minibatches": 3})).zero1
+        plain = self.STUDY.model_copy(update={"minibatches": 3})
+        assert self.of(simulate(other), "ZeRO-1") == self.of(simulate(plain), "ZeRO-1")
+
+    def test_hsdp_is_tried_on_several_nodes_whatever_is_advised(self):
+        study = Study(
+            model="qwen2.5-32b",
+            workload="azure-chat",
+            hardware="h100-ib",
+            devices=16,
+            minibatches=10,
+            scale=0.125,
+            collectives="two-level",
+            gather_dtype="fp32",
+        )
+        results = simulate(study)
+        hsdp = self.of(results, "HSDP")
+        assert hsdp.speedup > 1.2
+        assert results.advice.startswith(
+            "Keep collective + lb-micro: nothing in this table gains 2% here. But HSDP (odc sharding), "
+            f"{hsdp.policy}, reaches +{hsdp.speedup - 1:.0%} in "
+        )
+        assert self.of(simulate(self.STUDY), "HSDP") is None  # on one node it is full sharding
 
     def test_an_odc_baseline_that_is_kept_is_compared_as_well(self):
         advice = simulate(self.STUDY.model_copy(update={"baseline": "odc/lb-mini"})).advice
-        assert advice.startswith(
-            "Keep odc + lb-mini: nothing in this table gains 2% here. With --max-tokens 131072 stock"
-        )
-        assert "ZeRO-1 (odc sharding) reaches +0% in 28 GB a device: as much without ODC." in advice
+        assert advice.startswith("No ODC needed: stock FSDP2 with --max-tokens 131072, ")
+        assert "ZeRO-1 (odc sharding), lb-mini, reaches +0% in 28 GB a device. Of this table keep odc + lb-" in advice
 
     def test_without_stock_rows_they_are_told_too(self):
         advice = simulate(self.STUDY.model_copy(update={"schedule": ("odc",), "baseline": "odc/local-sort"})).advice
-        assert "With --max-tokens 131072 stock FSDP2 reaches +" in advice
+        assert "stock FSDP2 with --max-tokens 131072, " in advice
 
-    def test_what_falls_short_is_not_said_to_be_as_much(self):
-        base = make_row("collective", "lb-micro", speedup=1.0)
-        rows = (base, make_row("odc", "lb-mini", speedup=1.5))
-        larger = Larger(
-            max_tokens=9,
-            schedule="collective",
-            policy="lb-mini",
-            speedup=1.48,
-            peak_memory_bytes=33e9,
-            compute="fitted",
+    def test_where_they_are_not_tried_the_advice_says_so(self, tmp_path):
+        write_plan(plan(self.STUDY, "lb-mini"), tmp_path / "plan.json", "test")
+        advice = simulate(Study(plan=tmp_path / "plan.json")).advice
+        assert advice.startswith("Use odc + lb-mini: ")
+        assert "Larger microbatches and ZeRO-1 were not tried, since a plan is given." in advice
+        assert "Larger microbatches and ZeRO-1 were not tried." in run_study(self.STUDY, rivals=False).results.advice
+
+    def test_what_falls_short_is_not_said_to_be_enough(self):
+        assert self.told(replace(self.LARGER, speedup=1.46)) == (
+            "Use odc + lb-mini: 50% more throughput than collective + lb-micro. The best stock FSDP2 among the rows "
+            "simulated here is +0%, collective + lb-micro. Without ODC stock FSDP2 with --max-tokens 9, collective + "
+            "lb-mini, reaches +46% in 33 GB a device, if microbatches may be that large."
         )
-        text = advise(rows, base, 2.0, False, larger)
-        assert "stock FSDP2 reaches +48%, collective + lb-mini (33 GB a device)." in text
-        assert "as much without ODC" in advise(rows, base, 2.0, False, replace(larger, speedup=1.486))
+        assert self.told(self.LARGER).startswith(
+            "No ODC needed: stock FSDP2 with --max-tokens 9, collective + lb-mini,"
+        )
+
+    def test_nor_is_what_hardly_fits_or_does_not(self):
+        text = self.told(replace(self.LARGER, memory_share=0.96))
+        assert text.startswith("Use odc + lb-mini")
+        assert "reaches +48% in 33 GB a device, 96% of it, if" in text
+        text = self.told(replace(self.LARGER, kind="HSDP", flags="", memory_share=1.01))
+        assert text.endswith("HSDP would need 33 GB a device, which does not fit.")
+
+    def test_stock_rows_are_told_of_what_gains_more(self):
+        padded = replace(self.LARGER, kind="padded", flags="--pad-microbatches", speedup=1.04)
+        told = "stock FSDP2 with --pad-microbatches, collective + lb-mini, reaches +4% in 33 GB a device"
+        assert self.told(padded, rows=(self.BASE,)) == (
+            f"Keep collective + lb-micro: nothing in this table gains 2% here. But {told}."
+        )
+        stock = make_row("collective", "cost-rows", speedup=1.03)
+        assert "But" not in self.told(padded, rows=(self.BASE, stock))
+        assert self.told(replace(padded, speedup=1.06), rows=(self.BASE, stock)).startswith("Of this table use")
 
     def test_results_can_be_read_back(self, tmp_path):
         results = simulate(self.STUDY)
         results.write_json(tmp_path / "results.json", "test")
-        again = read_results(tmp_path / "results.json")
-        assert (again.larger, again.zero1) == (results.larger, results.zero1)
+        assert read_results(tmp_path / "results.json").rivals == results.rivals
         data = json.loads((tmp_path / "results.json").read_text())
-        data["larger"]["unknown"] = 1
+        data["rivals"][0]["unknown"] = 1
         (tmp_path / "results.json").write_text(json.dumps(data))
-        with pytest.raises(InputError, match=r"results\.json: Larger got an unexpected keyword argument 'unknown'"):
+        with pytest.raises(InputError, match=r"results\.json: Rival got an unexpected keyword argument 'unknown'"):
             read_results(tmp_path / "results.json")
+
+
+class TestNothingFits:
+    ROW = replace(make_row("collective", "lb-micro", speedup=1.0), fits=False, largest_max_tokens=80_486)
+
+    def told(self, longest, row=ROW):
+        return advise((row,), row, None, False, longest_tokens=longest)
+
+    def test_fewer_tokens_help_if_samples_are_that_short(self):
+        assert self.told(80_000) == (
+            "Nothing fits the device's memory: lower --max-tokens to 80,486 or use more devices."
+        )
+
+    def test_else_they_do_not(self):
+        assert self.told(100_000) == (
+            "Nothing fits the device's memory: the longest sample has 100,000 tokens, and memory holds 80,486 a "
+            "microbatch. Use context parallelism, a smaller model or more devices, or --max-tokens 80486 with "
+            "--overlong clip or drop."
+        )
+        assert "use more devices or a smaller model" in self.told(9, replace(self.ROW, largest_max_tokens=None))

@@ -302,6 +302,36 @@ class TestCommand:
         assert result.exit_code == 2, result.output
         assert f"{NAMES[1]}: its timeline lacks {lacks}" in result.output
 
+    @pytest.mark.parametrize(
+        ("kept", "message"),
+        [
+            (lambda t: pc.less(t["minibatch"], 4), "has no timeline of at least 13 minibatches"),
+            (lambda t: pc.less(t["minibatch"], 0), "has no timeline of at least 13 minibatches"),
+            (
+                lambda t: pc.or_(pc.equal(t["rank"], 0), pc.equal(t["kind"], "optimizer")),
+                "its timeline lacks the forwards of rank 1 in minibatch 1",
+            ),
+        ],
+    )
+    def test_a_timeline_that_ends_early(self, tmp_path, kept, message):
+        for name in NAMES:
+            shutil.copytree(RUNS / name, tmp_path / name)
+        file = tmp_path / NAMES[1] / "timeline.parquet"
+        table = pq.read_table(file)
+        pq.write_table(table.filter(kept(table)), file)
+        result = cli(*(tmp_path / name for name in NAMES), "--calibration", FULL, "--out", tmp_path / "c.json")
+        assert result.exit_code == 2, result.output
+        assert f"{NAMES[1]}: {message}" in result.output
+
+    def test_a_run_that_says_it_is_of_another_model_than_its_plan(self, tmp_path):
+        for name in NAMES:
+            shutil.copytree(RUNS / name, tmp_path / name)
+            file = tmp_path / name / "config.toml"
+            file.write_text(file.read_text().replace('"qwen2.5-1.5b"', '"qwen2.5-7b"'))
+        result = cli(*(tmp_path / name for name in NAMES), "--calibration", FULL, "--out", tmp_path / "c.json")
+        assert result.exit_code == 2, result.output
+        assert "config.toml says model 'qwen2.5-7b', the plan 'qwen2.5-1.5b'" in result.output
+
     def test_a_run_without_timeline(self, tmp_path):
         for name in NAMES:
             shutil.copytree(RUNS / name, tmp_path / name)

@@ -108,8 +108,11 @@ class TestControls:
 
     def test_stock_fsdp_is_named_beside_odc(self):
         advice = simulate(Study(minibatches=30, policy=(*PAIR, "cost-rows"))).advice
-        assert advice.startswith("Of this table use odc + lb-mini")
-        assert "The best that stock FSDP2 reaches is +" in advice
+        assert advice.startswith(
+            "No ODC needed: stock FSDP2 with --max-tokens 131072, collective-deferred + lb-mini, reaches"
+        )
+        assert "Of this table use odc + lb-mini: " in advice
+        assert "The best that stock FSDP2 reaches in it is +" in advice
 
     def test_stock_fsdp_is_not_judged_by_few_rows(self):
         advice = simulate(Study(minibatches=5, policy=PAIR, schedule=("collective", "odc"))).advice

@@ -1,6 +1,7 @@
 """Whether the best stays best: perturbed costs, repeats counted by hand, and the flag of `odc simulate`."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -108,6 +109,8 @@ class TestByHand:
     def test_only_rows_that_fit_and_are_close_can_win(self):
         rows = make_results({BASE: 1.0, ODC: 1.17, LOCAL: 9.9, ("odc", "ffd"): 0.99}, unfit={LOCAL}).rows
         assert [row.label for row in can_win(rows)] == ["collective/lb-micro", "odc/lb-mini"]
+        lucky = replace(rows[1], verdict="microbatch counts happened to be equal")
+        assert [row.label for row in can_win((rows[0], lucky))] == ["collective/lb-micro"]
 
 
 class TestPerturbation:

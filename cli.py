@@ -523,6 +523,7 @@ def refine(
 @app.command()
 def workloads(
     name: Annotated[str | None, typer.Argument(help="show this workload, or a TOML or lengths file")] = None,
+    column: Annotated[str | None, Option(help="of the lengths file, if it has several")] = None,
     json_output: Annotated[bool, Option("--json", help="for machines")] = False,
 ) -> None:
     """List length distributions, or show the statistics of one.
@@ -532,7 +533,7 @@ def workloads(
     with _one_line_errors():
         import numpy as np
 
-        from odc_sim.lengths import read_lengths
+        from odc_sim.lengths import EXTENSIONS, read_lengths
         from odc_sim.table_lengths import print_lengths, workloads_table
         from odc_sim.workload import builtin_workloads, describe, load_workload, workload_from_lengths
 
@@ -547,8 +548,10 @@ def workloads(
                 _console().print(workloads_table([(w, statistics(w)) for w in found]))
                 typer.echo("mean, p50, p90: of all lengths of a recorded list, of 10,000 samples drawn of the others")
             return
-        is_lengths = Path(name).suffix in (".txt", ".csv", ".jsonl", ".parquet")
-        workload = workload_from_lengths(read_lengths(name), Path(name).stem) if is_lengths else load_workload(name)
+        is_lengths = column is not None or Path(name).suffix.lower() in EXTENSIONS
+        workload = (
+            workload_from_lengths(read_lengths(name, column), Path(name).stem) if is_lengths else load_workload(name)
+        )
         stats = statistics(workload)
         if json_output:
             _echo_json({**workload.as_dict(), "statistics": stats.as_dict()})

@@ -31,7 +31,7 @@ from odc_kernels.train_clock import host_name, offset_to_rank_0
 from odc_kernels.train_data import Samples, Synthetic, Tokenized, minibatch_samples
 from odc_kernels.train_files import RunFiles, check_folder
 from odc_kernels.train_hooks import Hooks
-from odc_kernels.train_job import TIMEOUT_S, Job, check, peak_flops, waits_line, warmup_minibatches
+from odc_kernels.train_job import TIMEOUT_S, Job, check, peak_flops, slow_line, waits_line, warmup_minibatches
 from odc_kernels.train_loop import Ran, Settled, Spans, Worker
 from odc_kernels.train_modes import make_mode
 from odc_kernels.train_progress import Progress
@@ -59,6 +59,8 @@ def train(job: Job) -> None:
     check(job)
     if job.config.compute == "emulated" and os.environ.get("RANK", "0") == "0":
         print(waits_line(job), file=sys.stderr, flush=True)
+    if slow_line(job) and os.environ.get("RANK", "0") == "0":
+        print(slow_line(job), file=sys.stderr, flush=True)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         _join_torchrun(job)
         return

@@ -23,6 +23,8 @@ BYTES_A_PARAMETER = 18
 """fp32 parameter, gradient and two moments, and a copy in bf16."""
 TIMEOUT_S = 300.0
 """How long a rank waits for another: more than the longest lead of one in a minibatch."""
+MANY_CPU_TOKENS = 8192
+"""Attention of a longer sample takes CPUs so long that somebody must be told."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +65,14 @@ def waits_line(job: Job) -> str:
     """Where the waits of emulated compute come from, for people."""
     line = f"emulated: units wait as on {job.calibration or job.config.hardware} ({job.costs().source})"
     return line if job.calibration or job.resume else f"{line}; --calibration or --hardware: as on another machine"
+
+
+def slow_line(job: Job) -> str:
+    """A warning where CPUs will be at one microbatch for minutes; empty where they will not."""
+    longest = int(job.plan.tokens().max(initial=0))
+    if job.config.device != "cpu" or job.config.compute != "real" or longest <= MANY_CPU_TOKENS:
+        return ""
+    return f"microbatches to {longest:,} tokens take CPUs long, minutes from about 64K; a smaller --scale makes samples shorter"
 
 
 def check(job: Job) -> None:

@@ -172,8 +172,17 @@ def _from_plan(study: Study, plan: Plan, model: ModelSpec, machine: Machine, com
         groups=plan.groups,
         minibatches=tuple(np.sort(part) for part in np.split(plan.sample_ids, edges[1:-1])),
         given=plan,
-        notes=(f"plan {study.plan}: other policies are planned on its minibatches",),
+        notes=tuple(
+            note
+            for note in (f"plan {study.plan}: other policies are planned on its minibatches", _hardware_note(study))
+            if note
+        ),
     )
+
+
+def _hardware_note(study: Study) -> str:
+    """A plan says nothing of the machine that it is for."""
+    return "" if "hardware" in study.model_fields_set else f"hardware: {study.hardware}, unless --hardware says another"
 
 
 def _as_typed(value: Any) -> Any:

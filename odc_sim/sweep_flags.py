@@ -1,7 +1,7 @@
 """Fields of a study from the command line, for a study or a sweep: `--field value` fixes a field, `--field a,b,c` makes
 it a factor of the sweep."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ def sweep_from_flags(tokens: Sequence[str], config: Path | None = None, mode: Mo
             fixed[field] = values[0]
         else:
             varied[field] = values
-    start = load_sweep(name) if name else _from_study(config, fixed)
+    start = load_sweep(name) if name else _from_study(config, fixed, varied.keys())
     factors = {f.field: f for f in start.factors if f.field not in fixed}
     factors |= {field: _revalued(factors.get(field), field, values) for field, values in varied.items()}
     if not factors:
@@ -74,10 +74,11 @@ def as_flag(field: str) -> str:
     return f"--{field.replace('_', '-')}"
 
 
-def _from_study(config: Path | None, fixed: dict[str, Any]) -> Sweep:
+def _from_study(config: Path | None, fixed: dict[str, Any], varied: Set[str]) -> Sweep:
     base = load_study(config, fixed).model_dump(exclude_unset=True) if config else fixed
     source = base.get("lengths") or base.get("workload") or Study.model_fields["workload"].default
-    return Sweep(name=f"sweep-{Path(source).stem}", factors=(), base=base)
+    name = "lengths" if varied & {"lengths", "workload", "plan"} else Path(source).stem
+    return Sweep(name=f"sweep-{name}", factors=(), base=base)
 
 
 def _revalued(known: Factor | None, field: str, values: tuple[Any, ...]) -> Factor:

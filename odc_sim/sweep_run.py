@@ -46,7 +46,7 @@ def run_sweep(
     store = make_directory(make_directory(folder) / "points")
     keys = [point_key(point.study) if point.study else "" for point in points]
     done: dict[str, Results | str] = {}
-    notes = []
+    notes = _not_comparable(sweep)
     for key in dict.fromkeys(filter(None, keys)):
         try:
             found = _read_point(store / f"{key}.json", key)
@@ -66,6 +66,14 @@ def run_sweep(
         progress(len(done), total)
     outcomes = tuple(_outcome(point, key, done) for point, key in zip(points, keys, strict=True))
     return SweepResults(sweep=sweep, outcomes=outcomes, reused=reused, notes=tuple(notes))
+
+
+def _not_comparable(sweep: Sweep) -> list[str]:
+    """A warning where a factor changes the samples without looking like it."""
+    overlong = sweep.base_value("overlong")
+    if overlong == "error" or "max_tokens" not in {factor.field for factor in sweep.factors}:
+        return []
+    return [f"with --overlong {overlong} points of different max_tokens have different samples"]
 
 
 def _compute(study: Study) -> Results | str:

@@ -245,7 +245,7 @@ def _memory_lines(results: Results) -> list[str]:
     more."""
     limits = {row.schedule: row.largest_max_tokens for row in _running(results)}
     texts = [f"{schedule} {tokens:,}" if tokens else f"{schedule} none" for schedule, tokens in limits.items()]
-    return [f"memory holds max_tokens up to: {', '.join(texts)}"] if texts else []
+    return [f"memory holds any plan with max_tokens up to: {', '.join(texts)}"] if texts else []
 
 
 def _verdict_lines(results: Results) -> list[str]:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from odc_sim.memory import TIGHT, TOO_TIGHT
+from odc_sim.notes import BETWEEN_NODES
 from odc_sim.sharding import SHOWN
 from odc_sim.sharding_play import BASE_POLICY, TRIED, Row
 from odc_sim.sharding_study import STOCK, WORTH_IT, ShardingResults
@@ -122,6 +123,8 @@ def notes(results: ShardingResults, symbols: bool) -> Iterator[str]:
     between = ", between nodes once a minibatch analytic" if results.nodes > 1 else ""
     compute = " or ".join(dict.fromkeys(row.compute for row in results.rows))
     yield f"sources: compute {compute}, transfers {provenance}{between}, memory analytic"
+    if results.nodes > 1:
+        yield BETWEEN_NODES
     if results.left_out:
         same = "on one node I is G" if results.nodes == 1 else "on nodes of one device I is N"
         yield f"left out: {', '.join(results.left_out)}: {same}"

@@ -181,6 +181,7 @@ def load_workload(name_or_path: str | Path) -> Workload:
     Raises:
         InputError: unknown name, unreadable file, or a field that is missing, misspelt or out of range.
     """
+    from odc_sim.lengths import EXTENSIONS
     from odc_sim.workload_file import read_workload  # pydantic is slow to import
 
     text = str(name_or_path)
@@ -190,7 +191,9 @@ def load_workload(name_or_path: str | Path) -> Workload:
     if path.suffix == ".toml":
         return read_workload(path)
     if os.path.isfile(path) or len(path.parts) > 1:
-        raise InputError(f"{text} is not a workload file (.toml): for a list of lengths use --lengths {text}")
+        if path.suffix.lower() in EXTENSIONS:
+            raise InputError(f"{text} is not a workload file (.toml): for a list of lengths use --lengths {text}")
+        raise InputError(f"{text} is neither a workload file (.toml) nor a list of lengths ({', '.join(EXTENSIONS)})")
     raise unknown_name("workload", text, builtin_workloads())
 
 

@@ -151,6 +151,14 @@ def test_numbers_that_a_calibration_replaces_are_marked(odc):
     assert "instead" not in odc("hardware", "generic").stdout
 
 
+def test_a_column_of_a_file_of_lengths_can_be_looked_at(tmp_path):
+    file = tmp_path / "two.jsonl"
+    file.write_text('{"a": 1, "b": 2}\n{"a": 3, "b": 4}\n')
+    assert "choose one with --column of: a, b" in CliRunner().invoke(app, ["workloads", str(file)]).stderr
+    found = CliRunner().invoke(app, ["workloads", str(file), "--column", "b"])
+    assert "two: 2 samples, 6 tokens" in found.stdout
+
+
 @pytest.mark.parametrize("command", [["workloads"], ["workloads", "swesmith"], ["models"], ["hardware", "generic"]])
 def test_listings_for_machines(odc, command):
     assert json.loads(odc(*command, "--json").stdout)

@@ -246,6 +246,10 @@ class TestPlansAndStudies:
         write_plan(plan(study), tmp_path / "plan.json", "test")
         again = simulate(Study(plan=tmp_path / "plan.json"))
         assert again.row("odc", "lb-mini").speedup == pytest.approx(simulate(study).row("odc", "lb-mini").speedup)
+        # a plan is for no machine; which one was taken must not go unsaid
+        assert "hardware: a100-nvswitch-roce, unless --hardware says another" in again.notes
+        asked = simulate(Study(plan=tmp_path / "plan.json", hardware="a100-nvswitch-roce"))
+        assert not any(note.startswith("hardware: ") for note in asked.notes)
 
     def test_a_plan_contradicting_a_flag_is_refused(self, tmp_path):
         write_plan(plan(Study(minibatches=2)), tmp_path / "plan.json", "test")

@@ -265,6 +265,17 @@ def test_points_that_cannot_run_are_rows_with_their_verdict(tmp_path):
     factor_figure(found, sweep.factors[0])  # a line may have gaps
 
 
+def test_points_with_other_samples_are_told_apart(tmp_path):
+    found = run_sweep(flags("--overlong clip --max-tokens 30000,60000 --devices 2 --minibatches 2"), tmp_path, jobs=1)
+    assert found.notes == ("with --overlong clip points of different max_tokens have different samples",)
+    assert run_sweep(flags("--overlong clip --devices 1,2 --minibatches 2"), tmp_path, jobs=1).notes == ()
+
+
+def test_a_sweep_over_lengths_is_named_after_none_of_them():
+    assert flags("--workload longalign,swesmith").name == "sweep-lengths"
+    assert flags("--workload swesmith --devices 1,2").name == "sweep-swesmith"
+
+
 def test_tables_hold_the_best_of_stock_fsdp2_however_much_odc_gains(tmp_path):
     base = Study(minibatches=3, devices=8, policy=("lpt", "lb-micro", "lb-mini", "cost-rows")).model_dump()
     found = run_sweep(

@@ -126,7 +126,8 @@ def test_notes_bound_and_advice_come_last_and_are_not_read_as_markup(results):
         "2 samples were clipped to 65,536 tokens nothing that keeps samples in their minibatch can beat 1.45x: "
         "a minibatch needs 12.4 s at least, the longer "
         "of an even share of its work (12.3 s on average) and its longest sample (500 ms) "
-        "memory holds max_tokens up to: collective none, collective-deferred none, odc none, odc-local-sum none "
+        "memory holds any plan with max_tokens up to: collective none, collective-deferred none, odc none, "
+        "odc-local-sum none "
         "Use odc + lpt: [bold]28%[/bold] more."
     )
 

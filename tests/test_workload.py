@@ -526,6 +526,10 @@ def test_names_and_paths_that_are_no_workload(tmp_path):
         InputError, match=r"a\.csv is not a workload file \(\.toml\): for a list of lengths use --lengths"
     ):
         load_workload(tmp_path / "a.csv")
+    with pytest.raises(
+        InputError, match=r"a\.csv\.gz is neither a workload file \(\.toml\) nor a list of lengths \(\.txt, "
+    ):
+        load_workload(tmp_path / "a.csv.gz")
 
 
 def test_importing_stays_light():

@@ -21,7 +21,7 @@ from odc_kernels.train import _join_torchrun  # noqa: E402
 from odc_kernels.train_clock import Exchange, Stamps, offset_s, offset_to_rank_0  # noqa: E402
 from odc_kernels.train_data import Synthetic, Tokenized, microbatches  # noqa: E402
 from odc_kernels.train_faults import Peak, Place, not_finite, out_of_memory, tokens_that_fit  # noqa: E402
-from odc_kernels.train_job import peak_flops, waits_line, warmup_minibatches  # noqa: E402
+from odc_kernels.train_job import peak_flops, slow_line, waits_line, warmup_minibatches  # noqa: E402
 from odc_kernels.train_options import Options, make_job  # noqa: E402
 from odc_kernels.train_progress import line  # noqa: E402
 from odc_kernels.train_recorder import Recorder  # noqa: E402
@@ -224,6 +224,14 @@ def test_emulated_compute_says_whose_time_it_takes():
         "emulated: units wait as on a100-nvswitch-roce (A100 fit of qwen2.5-1.5b in the paper's reference code); "
         "--calibration or --hardware: as on another machine"
     )
+
+
+def test_long_microbatches_on_cpus_are_warned_of():
+    assert slow_line(make({"model": "tiny"}, steps=1)) == (
+        "microbatches to 65,536 tokens take CPUs long, minutes from about 64K; a smaller --scale makes samples shorter"
+    )
+    assert slow_line(make({"model": "tiny", "scale": 0.1}, steps=1)) == ""
+    assert slow_line(make({"model": "tiny"}, compute="emulated", steps=1)) == ""
 
 
 def test_a_plan_file_is_what_is_run(tmp_path):

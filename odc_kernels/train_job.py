@@ -72,7 +72,9 @@ def slow_line(job: Job) -> str:
     longest = int(job.plan.tokens().max(initial=0))
     if job.config.device != "cpu" or job.config.compute != "real" or longest <= MANY_CPU_TOKENS:
         return ""
-    return f"microbatches to {longest:,} tokens take CPUs long, minutes from about 64K; a smaller --scale makes samples shorter"
+    return (
+        f"microbatches to {longest:,} tokens take CPUs long, minutes from 64K; a smaller --scale makes samples shorter"
+    )
 
 
 def check(job: Job) -> None:

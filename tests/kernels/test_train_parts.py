@@ -228,7 +228,7 @@ def test_emulated_compute_says_whose_time_it_takes():
 
 def test_long_microbatches_on_cpus_are_warned_of():
     assert slow_line(make({"model": "tiny"}, steps=1)) == (
-        "microbatches to 65,536 tokens take CPUs long, minutes from about 64K; a smaller --scale makes samples shorter"
+        "microbatches to 51,542 tokens take CPUs long, minutes from 64K; a smaller --scale makes samples shorter"
     )
     assert slow_line(make({"model": "tiny", "scale": 0.1}, steps=1)) == ""
     assert slow_line(make({"model": "tiny"}, compute="emulated", steps=1)) == ""

@@ -225,14 +225,14 @@ class TestCommand:
         assert text.index("hardware: a100-nvswitch-roce -> h200-nvlink") < text.index("answers")
         assert "both ran the same samples" in text
         assert "compute: fitted -> " in text
-        assert "advice of A: Of this table use odc + lb-mini" in text
-        assert "advice of B: Of this table use odc + lb-mini" in text
+        assert "advice of A: No ODC needed: stock FSDP2 with --max-tokens 131072" in text
+        assert "advice of B: No ODC needed: " in text
 
     def test_the_same_twice(self, odc):
         text = odc("a", "a/results.json").stdout
         assert "inputs: nothing differs" in text
         assert "answers: the same in all 4 rows that both have" in text
-        assert "advice of both: Of this table use odc" in text
+        assert "advice of both: No ODC needed: " in text
 
     def test_json(self, odc):
         data = json.loads(odc("a", "b.json", "--json").stdout)

@@ -15,6 +15,8 @@ from odc_sim.study import Study
 HERE = Path(__file__).parent
 CASES = (("qwen2.5-14b", 16), ("qwen2.5-32b", 32))
 MINIBATCH_SIZES = (1, 2, 4, 8)
+POLICIES = ("lb-micro", "lb-mini")
+"""The paper's."""
 SCALE = 0.125
 """LongAlign to 8K tokens, 2K on average."""
 
@@ -24,7 +26,7 @@ def main() -> None:
     rows = []
     for model, devices in CASES:
         for size in MINIBATCH_SIZES:
-            study = Study(model=model, devices=devices, minibatch_size=size, scale=SCALE)
+            study = Study(model=model, devices=devices, minibatch_size=size, scale=SCALE, policy=POLICIES)
             found = shard(study, chosen_strategies(["IIG"]))
             on_demand, collective = found.row("IIG", "odc"), found.row("IIG", "collective")
             unhidden_s = collective.minibatch_s - collective.sync_s + on_demand.sync_s

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from odc_sim.memory import TIGHT, TOO_TIGHT
+from odc_sim.memory import TIGHT
 from odc_sim.results import Rival, Row
 
 # From the least to the most that has to change in a training setup.
@@ -35,16 +35,13 @@ def advise(
         longest_tokens: of the longest sample, which microbatches must hold.
     """
     running = [row for row in rows if row.runs]
-    candidates = [row for row in running if row.usable]
-    if not candidates:
-        return _nothing(running, longest_tokens)
-    ceiling = _ceiling(bound_speedup, largest_sample_binds)
-    choice, best = _simplest(candidates, baseline), max(candidates, key=_gain)
-    well = sorted((each for each in rivals if each.memory_share <= TOO_TIGHT), key=lambda rival: -rival.speedup)
-    gain = _gain(choice) - 1.0
-    keep = gain < WORTH_IT and baseline.usable
-    chosen = baseline if keep else choice
-    odc = _takes_odc(chosen)
+    chosen = advised_row(rows, baseline)
+    if chosen is None:
+        return _nothing(running, rivals, longest_tokens)
+    candidates = _candidates(rows)
+    best = max(candidates, key=_gain)
+    well = sorted((rival for rival in rivals if rival.fits_well), key=lambda rival: -rival.speedup)
+    odc, keep = _takes_odc(chosen), chosen is baseline
     enough = [rival for rival in well if rival.speedup >= _gain(chosen) * (1.0 - WORTH_IT)] if odc else []
     more = [] if odc else [rival for rival in well if rival.speedup >= _gain(chosen) * (1.0 + WORTH_IT)]
     text = f"No ODC needed: {'; '.join(map(_told, enough))}. " if enough else ""
@@ -53,21 +50,55 @@ def advise(
         keep_it = "Of this table keep" if enough else "Keep"
         text += f"{keep_it} {_name(baseline)}: nothing {where} gains {WORTH_IT:.0%} here."
     else:
-        text += _use(choice, best, baseline, shown=bool(enough or more))
+        text += _use(chosen, best, baseline, shown=bool(enough or more))
+        if not odc and any(map(_takes_odc, candidates)):
+            text += " It is stock FSDP2: no ODC needed."
+    text += _tight(chosen, [row for row in rows if row.usable and row not in candidates])
     if more:
         text += f" But {'; '.join(map(_told, more))}."
     if odc:
         text += _stock(rows, candidates) if not keep else ""
         text += _too_little([rival for rival in rivals if rival not in enough]) + (untried and f" {untried}")
         text += _deferred(running) if not keep else ""
-    elif not keep and any(map(_takes_odc, candidates)):
-        text += " It is stock FSDP2, about as fast as odc here and fits: no ODC needed."
-    return text + ceiling
+    return text + _ceiling(bound_speedup, largest_sample_binds)
 
 
-def _nothing(running: Sequence[Row], longest_tokens: int) -> str:
+def advised_row(rows: Sequence[Row], baseline: Row) -> Row | None:
+    """The row that `advise` speaks for: the baseline where nothing that fits gains enough; None where nothing can be
+    counted on."""
+    candidates = _candidates(rows)
+    if not candidates:
+        return None
+    choice = _simplest(candidates, baseline)
+    gains = _gain(choice) - 1.0 >= WORTH_IT
+    saves_odc = _takes_odc(baseline) and not _takes_odc(choice)
+    return choice if gains or saves_odc or baseline not in candidates else baseline
+
+
+def _candidates(rows: Sequence[Row]) -> list[Row]:
+    """Those that can be recommended: that fit well, or where none does, that fit."""
+    usable = [row for row in rows if row.usable]
+    return [row for row in usable if row.fits_well] or usable
+
+
+def _tight(chosen: Row, others: Sequence[Row]) -> str:
+    """What is said of memory: how full it is, and what is faster but hardly fits."""
+    share = chosen.memory_share
+    text = f" It takes {share:.0%} of a device's memory." if share is not None and share > TIGHT else ""
+    fastest = max(others, key=_gain, default=None)
+    if fastest is None or _gain(fastest) < _gain(chosen) * (1.0 + WORTH_IT):
+        return text
+    taken = f"{fastest.memory_share:.0%} of a device's memory, too much to count on"
+    return f"{text} {_name(fastest)} reaches {_percent(_gain(fastest))}, but takes {taken}."
+
+
+def _nothing(running: Sequence[Row], rivals: Sequence[Rival], longest_tokens: int) -> str:
     if not running:
         return "Nothing here can run: see the verdicts."
+    if any(row.fits for row in running):
+        also = "; ".join(_told(rival) for rival in rivals if rival.fits)
+        told = f" But {also}." if also else ""
+        return f"What fits here runs only by chance, nothing to count on: use --pad-microbatches, or odc.{told}"
     tokens = max((row.largest_max_tokens or 0 for row in running), default=0)
     if not tokens:
         remedy = "use more devices or a smaller model"
@@ -87,7 +118,8 @@ def _use(choice: Row, best: Row, baseline: Row, *, shown: bool) -> str:
     if not baseline.usable:
         why = "does not fit the device's memory" if not baseline.fits else "runs here only by chance"
         text += f"{_name(baseline)}, the baseline, {why}; "
-    text += f"{abs(gain):.0%} {'more' if gain >= 0 else 'less'} throughput than {_name(baseline)}"
+    much = f"{abs(gain):.0%} {'more' if gain > 0 else 'less'}" if abs(gain) >= 0.005 else "as much"
+    text += f"{much} throughput {'than' if abs(gain) >= 0.005 else 'as'} {_name(baseline)}"
     saved = choice.gpu_hours_saved_per_1000_steps
     if saved is not None and abs(saved) >= 0.05:  # less is shown as nothing
         text += f", {saved:,.1f} GPU-hours saved per 1,000 steps"
@@ -139,15 +171,6 @@ def _told(rival: Rival) -> str:
     condition = ", if microbatches may be that large" if rival.kind == "larger" else ""
     gigabytes = f"{rival.peak_memory_bytes / 1e9:.0f} GB a device{tight}"
     return f"{what} reaches {_percent(rival.speedup)} in {gigabytes}{beyond}{condition}"
-
-
-def advised_row(rows: Sequence[Row], baseline: Row) -> Row | None:
-    """The row that `advise` speaks for: the baseline where nothing that fits gains enough; None where nothing fits."""
-    candidates = [row for row in rows if row.usable]
-    if not candidates:
-        return None
-    choice = _simplest(candidates, baseline)
-    return choice if _gain(choice) - 1.0 >= WORTH_IT or not baseline.usable else baseline
 
 
 def _name(row: Row) -> str:

@@ -130,7 +130,8 @@ def _with_rivals(simulation: Simulation, progress: Progress, *, tried: bool) -> 
     found = rivals_of(results, inputs, run) if tried else ()
     untried = ""
     if odc_is_advised(results) and (not tried or inputs.given is not None):
-        untried = f"Larger microbatches and ZeRO-1 were not tried{', since a plan is given' if tried else ''}."
+        why = ", since a plan is given" if tried else ""
+        untried = f"Larger microbatches, padding and other sharding were not tried{why}."
     return replace(results, rivals=found, advice=_advice(results, inputs, found, untried))
 
 

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from odc_sim.durations import CAUSES
 from odc_sim.errors import InputError, unknown_name
 from odc_sim.header import check_header, header, read_json, rows_as_csv, write_json
+from odc_sim.memory import TOO_TIGHT
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +47,8 @@ class Row:
     """sent between nodes by all ranks, mean over minibatches"""
     peak_memory_bytes: dict[str, int] = field(default_factory=dict)
     """by category, and total"""
+    memory_share: float | None = None
+    """The peak as a part of the device's memory."""
     fits: bool = False
     largest_max_tokens: int | None = None
     """The largest max_tokens that fits the device's memory; None if not even an empty microbatch does."""
@@ -62,6 +65,11 @@ class Row:
     def usable(self) -> bool:
         """Whether it can be recommended: it ran, it fits, and nothing speaks against it."""
         return self.runs and self.fits and self.verdict is None
+
+    @property
+    def fits_well(self) -> bool:
+        """Whether it leaves the allocator some room."""
+        return self.memory_share is None or self.memory_share <= TOO_TIGHT
 
     @property
     def label(self) -> str:
@@ -93,6 +101,11 @@ class Rival:
     def fits(self) -> bool:
         """Whether the device's memory holds it."""
         return self.memory_share <= 1.0
+
+    @property
+    def fits_well(self) -> bool:
+        """Whether it leaves the allocator some room."""
+        return self.memory_share <= TOO_TIGHT
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

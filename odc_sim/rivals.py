@@ -40,7 +40,7 @@ def odc_is_advised(results: Results) -> bool:
 
 
 def rivals_of(results: Results, inputs: Inputs, run: Run) -> tuple[Rival, ...]:
-    """What is worth trying: padding always, HSDP on several nodes, the rest before ODC is advised.
+    """What is worth trying: padding where collectives lack it, HSDP on several nodes, the rest before ODC is advised.
 
     Nothing for a given plan, which is not theirs.
 

@@ -85,6 +85,7 @@ def row_of(
         microbatches={"mean": float(counts.mean()), "max": int(counts.max(initial=0))},
         peak_memory_bytes={**memory.categories, "total": memory.total_bytes},
         inter_node_bytes_per_minibatch=float(run.inter_node_bytes.mean()),
+        memory_share=memory.total_bytes / limit,
         fits=memory.total_bytes <= limit,
         largest_max_tokens=largest_of(inputs, schedule.name),
         provenance={

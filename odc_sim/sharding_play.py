@@ -12,7 +12,8 @@ from odc_sim.costs import ComputeCosts
 from odc_sim.errors import InputError
 from odc_sim.execution import Load, execute
 from odc_sim.inputs import Inputs, load_inputs
-from odc_sim.memory_moments import Alive
+from odc_sim.memory import TOO_TIGHT
+from odc_sim.memory_moments import BF16_BYTES, Alive
 from odc_sim.models import ModelSpec
 from odc_sim.parts import compute_provenance, peak_of, plan_of, schedule_of, transfers_of
 from odc_sim.plans import Plan
@@ -109,12 +110,13 @@ class Game:
     dealt: Mapping[str, Plan]
 
     def best(self, strategy: Strategy, transport: Transport) -> tuple[Row, Floats]:
-        """Under the policy that is fastest, of those that fit if any does; and the seconds of each minibatch."""
+        """Under the policy that is fastest, of those that fit (well) if any does; and the seconds of each minibatch."""
         alone = transport != "collective" or strategy.meets == "nobody"
         asked = self.inputs.study.policy or TRIED
         able = [name for name in asked if alone or POLICIES[name].equal_counts]
         ran = [self.run(strategy, transport, name) for name in able or [BASE_POLICY]]
-        return min(ran, key=lambda each: (not each[0].fits, each[0].minibatch_s))
+        well_bytes = TOO_TIGHT * self.inputs.machine.cluster.device.memory_bytes
+        return min(ran, key=lambda each: (not each[0].fits, each[0].peak_bytes > well_bytes, each[0].minibatch_s))
 
     def run(self, strategy: Strategy, transport: Transport, policy: str) -> tuple[Row, Floats]:
         """Under one policy; speedups are yet to be told."""
@@ -125,7 +127,7 @@ class Game:
 
 def _check(study: Study) -> None:
     for field in study.changed(*SETTLED, *UNUSED):
-        settled = ", whose transports have their own" if field in SETTLED else ""
+        settled = ", whose transports have their own" if field == "schedule" else ""
         flag = f"--{field.replace('_', '-')}"
         raise InputError(f"{flag}: not for odc sharding{settled}; leave it out, or use odc simulate")
     if study.devices < 2:
@@ -186,7 +188,7 @@ def _divided(
     in a microbatch, and of gradients there are those that full sharding has by then."""
     found = {**of_full_sharding, **state}
     found["gradients"] = -(-state["gradients"] * alive.gradients // model.parameters)
-    if strategy.parameters == "N":
+    if strategy.parameters == "N" and state["parameters"] == BF16_BYTES * model.parameters:  # else they are cast
         found["unsharded"] -= alive.gathered
     if strategy.gradients == "N":
         found["staging"] = 0

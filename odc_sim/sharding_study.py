@@ -14,6 +14,7 @@ import numpy as np
 from odc_sim.inputs import BOOTSTRAP_STREAM, Inputs
 from odc_sim.memory import TOO_TIGHT
 from odc_sim.metrics import speedup
+from odc_sim.policies import POLICIES
 from odc_sim.progress import Progress
 from odc_sim.sharding import STRATEGIES, Strategy
 from odc_sim.sharding_play import BASE_POLICY, Floats, Row, Transport, prepare
@@ -52,7 +53,8 @@ class ShardingResults:
     def too_tight(self, *transports: Transport) -> Row | None:
         """The fastest of what fits, but hardly, where other rows fit well."""
         well = self._fitting(transports)
-        tight = [row for row in self.rows if row.fits and row not in well and row.transport in transports]
+        of_these = [row for row in self.rows if not transports or row.transport in transports]
+        tight = [row for row in of_these if row.fits and row not in well]
         return max(tight, key=lambda row: row.speedup, default=None)
 
     def _fitting(self, transports: tuple[Transport, ...]) -> list[Row]:
@@ -118,7 +120,8 @@ def shard(study: Study, strategies: tuple[Strategy, ...] = STRATEGIES, progress:
     rng = np.random.default_rng([game.inputs.study.seed, BOOTSTRAP_STREAM])
     rows = []
     for row, own_s in ran:
-        found = speedup(baseline_s, own_s, 1, rng)
+        whole_batch = POLICIES[row.policy].whole_batch  # then minibatches of a batch are resampled together
+        found = speedup(baseline_s, own_s, game.inputs.study.batch_minibatches if whole_batch else 1, rng)
         rows.append(replace(row, speedup=found.value, speedup_ci95=(found.low, found.high)))
     left_out = tuple(s.name for s in wanted if s not in chosen)
     return ShardingResults(inputs=game.inputs, nodes=game.costs.topology.nodes, rows=tuple(rows), left_out=left_out)

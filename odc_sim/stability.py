@@ -31,7 +31,7 @@ Repeat = Callable[[Study, Perturbation], Results]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """One repeat: the speedup of every row that ran and fits, by (schedule, policy)."""
+    """One repeat: the speedup of every row that can be recommended, by (schedule, policy)."""
 
     speedups: dict[tuple[str, str], float]
 
@@ -56,7 +56,7 @@ def with_stability(results: Results, study: Study, repeat: Repeat, progress: Pro
     """
     contenders = can_win(results.rows)
     if not contenders:
-        text = "stability: nothing fits, so nothing was repeated"
+        text = "stability: nothing that fits can be counted on, so nothing was repeated"
         return replace(results, stability={"repeats": 0, "text": text})
     variant = {
         "stability": 0,
@@ -81,7 +81,7 @@ def with_stability(results: Results, study: Study, repeat: Repeat, progress: Pro
         if fitting:
             outcomes.append(Outcome(speedups=fitting))
         else:
-            failed.append("nothing fits")
+            failed.append("nothing that fits can be counted on")
     wins = Counter(outcome.fastest for outcome in outcomes)
     rows = tuple(
         replace(row, best_share=wins[row.schedule, row.policy] / len(outcomes))

@@ -133,6 +133,8 @@ def sources(results: SweepResults) -> str:
 
 def untried(results: SweepResults) -> list[str]:
     """What `odc simulate` compares ODC with and a sweep does not, where ODC is fastest somewhere."""
+    if results.sweep.base.get("plan") or "plan" in {factor.field for factor in results.sweep.factors}:
+        return []
     if not any(outcome.best and outcome.best.schedule.startswith("odc") for outcome in results.outcomes):
         return []
     return [

@@ -98,6 +98,8 @@ def notes(results: ShardingResults, symbols: bool) -> Iterator[str]:
         f"speedup over GGG with collectives dealt by {BASE_POLICY}; each row by the fastest of {', '.join(tried)} (of "
         "those with equal counts, where ranks wait for others in every microbatch), which is part of the gain"
     )
+    for transport, how in (("collective", "with collectives"), ("odc", "on demand")):
+        yield f"dealt {how}: {_dealt([row for row in results.rows if row.transport == transport])}"
     yield (
         f"* advised: of what fits (in {TOO_TIGHT:.0%} of memory, if anything does) and is within {WORTH_IT:.0%} of the "
         "fastest, it sends least between nodes, then takes least memory"
@@ -130,6 +132,16 @@ def notes(results: ShardingResults, symbols: bool) -> Iterator[str]:
         yield f"left out: {', '.join(results.left_out)}: {same}"
 
 
+def _dealt(rows: list[Row]) -> str:
+    """all by lb-mini, or: NNN, NNG by lb-mini; III by cost-rows"""
+    by_policy: dict[str, list[str]] = {}
+    for row in rows:
+        by_policy.setdefault(row.policy, []).append(row.strategy)
+    if len(by_policy) == 1:
+        return f"all by {rows[0].policy}"
+    return "; ".join(f"{', '.join(names)} by {policy}" for policy, names in by_policy.items())
+
+
 def recommended(results: ShardingResults) -> list[Row]:
     """What to use, and if that transfers on demand, what else without; nothing where nothing gains."""
     fastest, stock = results.fastest(), results.fastest(*STOCK)
@@ -148,15 +160,19 @@ def advice(results: ShardingResults) -> list[str]:
     if results.fastest() is None:
         return ["No strategy fits: lower --max-tokens, use more devices, or a smaller model."]
     if not found:
-        return ["Keep GGG (ZeRO-3, FSDP) with collectives: nothing of these that fits gains 2 % here."]
+        keep = "Keep GGG (ZeRO-3, FSDP) with collectives: nothing of these that fits gains 2 % here."
+        return [keep + _too_tight(results, results.too_tight(), 1.0)]
     first = f"Use {_use(results, found[0])}."
     if found[0].transport != "odc":
         return [first, _as_fast_on_demand(results, found[0])]
     second = f"Without on-demand transfers {f'use {_use(results, found[1])}' if found[1:] else 'nothing gains 2 %'}."
-    tight, least = results.too_tight(*STOCK), found[1].speedup if found[1:] else 1.0
-    if tight is not None and tight.speedup >= least * (1 + WORTH_IT):
-        second += f" It fits, but too tightly to count on: {_use(results, tight)}."
-    return [first, second]
+    return [first, second + _too_tight(results, results.too_tight(*STOCK), found[1].speedup if found[1:] else 1.0)]
+
+
+def _too_tight(results: ShardingResults, row: Row | None, other: float) -> str:
+    if row is None or row.speedup < other * (1 + WORTH_IT):
+        return ""
+    return f" It fits, but too tightly to count on: {_use(results, row)}."
 
 
 def _as_fast_on_demand(results: ShardingResults, stock: Row) -> str:

@@ -305,6 +305,60 @@ class TestAdvice:
         assert ("The longest sample of a minibatch alone caps any policy" in results.advice) == binds
 
 
+class TestMemory:
+    """Advice keeps to what leaves the allocator some room, if anything does, and says what does not."""
+
+    BASE = replace(make_row("collective", "lb-micro", speedup=1.0), memory_share=0.5)
+
+    def row(self, speedup, share, schedule="odc"):
+        return replace(make_row(schedule, "lb-mini", speedup=speedup), memory_share=share)
+
+    def told(self, *rows):
+        return advise((self.BASE, *rows), self.BASE, 2.0, False)
+
+    def test_what_hardly_fits_is_told_but_not_advised(self):
+        full = self.row(1.25, 0.951)
+        assert advised_row((self.BASE, full), self.BASE) is self.BASE
+        assert self.told(full) == (
+            "Keep collective + lb-micro: nothing that fits gains 2% here. odc + lb-mini reaches +25%, but takes 95% of "
+            "a device's memory, too much to count on."
+        )
+        assert "reaches +25%" not in self.told(full, self.row(1.24, 0.8, "collective-deferred"))
+
+    def test_what_is_tight_is_said_to_be(self):
+        assert "It takes 95% of a device's memory." in self.told(self.row(1.25, 0.949))
+        assert "It takes" not in self.told(self.row(1.25, 0.89))
+
+    def test_where_nothing_fits_better_it_is_advised(self):
+        base = replace(self.BASE, memory_share=0.99)
+        row = self.row(1.25, 0.98)
+        assert advised_row((base, row), base) is row
+        assert advise((base, row), base, 2.0, False).startswith("Use odc + lb-mini: 25% more throughput")
+
+    def test_results_know_the_share(self):
+        row = simulate(Study(minibatches=3, policy=("lb-micro",))).row("odc", "lb-micro")
+        assert row.memory_share == pytest.approx(row.peak_memory_bytes["total"] / (80 << 30))
+
+
+class TestAnOdcBaseline:
+    def test_stock_rows_as_fast_as_it_come_first(self):
+        base = make_row("odc", "lb-mini", speedup=1.0)
+        rows = (base, make_row("collective-deferred", "lb-mini", speedup=0.99))
+        assert advised_row(rows, base) is rows[1]
+        assert advise(rows, base, 2.0, False).startswith(
+            "Use collective-deferred + lb-mini: 1% less throughput than odc"
+        )
+        rows = (base, make_row("collective-deferred", "lb-mini", speedup=0.97))
+        assert advised_row(rows, base) is base
+
+    def test_equals_are_said_to_be(self):
+        base = make_row("odc", "lb-mini", speedup=1.0)
+        rows = (base, make_row("collective", "lb-mini", speedup=1.001))
+        assert advise(rows, base, 2.0, False).startswith(
+            "Use collective + lb-mini: as much throughput as odc + lb-mini."
+        )
+
+
 class TestRivals:
     """What does without ODC: padding, larger microbatches, ZeRO-1, HSDP."""
 
@@ -433,8 +487,9 @@ class TestRivals:
         write_plan(plan(self.STUDY, "lb-mini"), tmp_path / "plan.json", "test")
         advice = simulate(Study(plan=tmp_path / "plan.json")).advice
         assert advice.startswith("Use odc + lb-mini: ")
-        assert "Larger microbatches and ZeRO-1 were not tried, since a plan is given." in advice
-        assert "Larger microbatches and ZeRO-1 were not tried." in run_study(self.STUDY, rivals=False).results.advice
+        told = "Larger microbatches, padding and other sharding were not tried"
+        assert f"{told}, since a plan is given." in advice
+        assert f"{told}." in run_study(self.STUDY, rivals=False).results.advice
 
     def test_what_falls_short_is_not_said_to_be_enough(self):
         assert self.told(replace(self.LARGER, speedup=1.46)) == (
@@ -472,6 +527,18 @@ class TestRivals:
         (tmp_path / "results.json").write_text(json.dumps(data))
         with pytest.raises(InputError, match=r"results\.json: Rival got an unexpected keyword argument 'unknown'"):
             read_results(tmp_path / "results.json")
+
+
+class TestByChance:
+    def test_what_runs_only_by_chance_is_not_said_not_to_fit(self):
+        lucky = replace(make_row("collective", "lb-mini", speedup=1.0), verdict="counts happened to be equal")
+        assert advise((lucky,), lucky, None, False) == (
+            "What fits here runs only by chance, nothing to count on: use --pad-microbatches, or odc."
+        )
+        padded = replace(TestRivals.LARGER, kind="padded", flags="--pad-microbatches", speedup=1.0)
+        assert advise((lucky,), lucky, None, False, [padded]).endswith(
+            "But stock FSDP2 with --pad-microbatches, collective + lb-mini, reaches +0% in 33 GB a device."
+        )
 
 
 class TestNothingFits:

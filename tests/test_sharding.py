@@ -225,6 +225,16 @@ def test_each_row_has_the_fastest_of_the_policies_that_it_can_run():
     assert (only.row("III", "odc").policy, only.row("GGG", "collective").speedup) == ("lb-mini", 1.0)
 
 
+def test_minibatches_of_a_batch_are_resampled_together():
+    study = {"devices": 8, "minibatches": 24}
+    wanted = simulate(Study(**study, policy=("lb-micro", "verl-native"), schedule=("collective",)))
+    found = shard(Study(**study, policy=("verl-native",)), (parse_strategy("zero3"),)).row("GGG", "collective")
+    assert found.speedup == pytest.approx(wanted.row("collective", "verl-native").speedup)
+    width = found.speedup_ci95[1] - found.speedup_ci95[0]
+    low, high = wanted.row("collective", "verl-native").speedup_ci95
+    assert width == pytest.approx(high - low, rel=0.15)
+
+
 def test_a_policy_whose_plan_fits_comes_before_a_faster_one():
     more = {"model": "qwen2.5-7b", "minibatches": 100}
     both, fast = run("NNI", **more), run("NNI", **more, policy=("lb-mini",))
@@ -438,6 +448,11 @@ class TestCommand:
         result = self.call("--config", tmp_path / "study.toml")
         assert result.exit_code == 2
         assert "--engine: not for odc sharding" in result.stderr
+
+    def test_the_policies_of_rows_are_told(self):
+        text = self.call("--strategy", "zero1,zero2").stdout
+        assert "dealt with collectives: NNG by lb-mini; NGG, GGG by " in text
+        assert "dealt on demand: all by lb-mini" in text
 
     def test_left_out_on_one_node(self):
         assert "left out: III, IIG: on one node I is G" in self.call("--strategy", "hsdp,IIG").stdout

@@ -104,7 +104,10 @@ class TestByHand:
     def test_nothing_that_fits_is_nothing_to_repeat(self):
         never = {"repeat": lambda *_: pytest.fail("repeated"), "progress": lambda *_: None}
         found = with_stability(make_results(FIRST, unfit=FIRST), Study(stability=3), **never)
-        assert found.stability == {"repeats": 0, "text": "stability: nothing fits, so nothing was repeated"}
+        assert found.stability == {
+            "repeats": 0,
+            "text": "stability: nothing that fits can be counted on, so nothing was repeated",
+        }
 
     def test_only_rows_that_fit_and_are_close_can_win(self):
         rows = make_results({BASE: 1.0, ODC: 1.17, LOCAL: 9.9, ("odc", "ffd"): 0.99}, unfit={LOCAL}).rows

@@ -52,17 +52,16 @@ def rivals_of(results: Results, inputs: Inputs, run: Run) -> tuple[Rival, ...]:
     study = inputs.study
     if study.plan is not None or study.devices < 2:
         return ()
-    memory_bytes = inputs.machine.cluster.device.memory_bytes
     odc = odc_is_advised(results)
-    padded = _padded(results, study, memory_bytes, run)
-    larger = _larger(results, inputs, memory_bytes, run) if odc else []
+    padded = _padded(results, study, run)
+    larger = _larger(results, inputs, run) if odc else []
     several_nodes = study.devices > inputs.machine.cluster.devices_per_node
     wanted: dict[RivalKind, bool] = {"ZeRO-1": odc, "HSDP": several_nodes}
     kinds = [kind for kind, worth_it in wanted.items() if worth_it]
     return (*([padded] if padded else []), *larger, *_shardings(results, study, kinds))
 
 
-def _padded(results: Results, study: Study, memory_bytes: int, run: Run) -> Rival | None:
+def _padded(results: Results, study: Study, run: Run) -> Rival | None:
     """The fastest of the table's policies that collectives need padding for, if it beats the stock rows."""
     rows = [row for row in results.rows if row.schedule == "collective"]
     policies = tuple(row.policy for row in rows if row.policy in POLICIES and not POLICIES[row.policy].equal_counts)
@@ -74,10 +73,10 @@ def _padded(results: Results, study: Study, memory_bytes: int, run: Run) -> Riva
     stock = [_throughput(row) for row in results.rows if row.usable and row.schedule in SCHEDULES]
     if best is None or _throughput(best) <= (1.0 + ABOUT) * max(stock, default=0.0):
         return None
-    return _rival("padded", "--pad-microbatches", best, results, memory_bytes)
+    return _rival("padded", "--pad-microbatches", best, results)
 
 
-def _larger(results: Results, inputs: Inputs, memory_bytes: int, run: Run) -> list[Rival]:
+def _larger(results: Results, inputs: Inputs, run: Run) -> list[Rival]:
     """The fastest of stock FSDP2 with a larger max_tokens, of about equally fast ones the smallest: of what fits well,
     and of what hardly fits, if that is faster."""
     now = inputs.max_tokens
@@ -88,15 +87,11 @@ def _larger(results: Results, inputs: Inputs, memory_bytes: int, run: Run) -> li
     for tokens in sorted(sizes):
         changes = {"max_tokens": tokens, "schedule": SCHEDULES, "policy": DEALT_BY, "baseline": BASELINE}
         found += _fitting(inputs.study, changes, run, same_as=results)
-    well = [row for row in found if row.peak_memory_bytes["total"] <= TOO_TIGHT * memory_bytes]
-    rivals = []
-    best = _least_of_the_fastest(well)
-    if best is not None:
-        rivals.append(best)
-    tight = _least_of_the_fastest([row for row in found if row not in well])
-    if tight is not None and (best is None or _throughput(tight) >= (1.0 + WORTH_IT) * _throughput(best)):
-        rivals.append(tight)
-    return [_rival("larger", f"--max-tokens {row.max_tokens}", row, results, memory_bytes) for row in rivals]
+    best = _least_of_the_fastest([row for row in found if row.fits_well])
+    tight = _least_of_the_fastest([row for row in found if not row.fits_well])
+    if best and tight and _throughput(tight) < (1.0 + WORTH_IT) * _throughput(best):
+        tight = None
+    return [_rival("larger", f"--max-tokens {row.max_tokens}", row, results) for row in (best, tight) if row]
 
 
 def _least_of_the_fastest(rows: list[Row]) -> Row | None:
@@ -117,16 +112,16 @@ def _fitting(study: Study, changes: dict[str, object], run: Run, same_as: Result
     return [row for row in found.rows if row.usable]
 
 
-def _rival(kind: RivalKind, flags: str, row: Row, results: Results, memory_bytes: int) -> Rival:
-    peak_bytes = row.peak_memory_bytes["total"]
+def _rival(kind: RivalKind, flags: str, row: Row, results: Results) -> Rival:
+    assert row.memory_share is not None
     return Rival(
         kind=kind,
         flags=flags,
         schedule=row.schedule,
         policy=row.policy,
         speedup=_throughput(row) / _throughput(results.baseline_row),
-        peak_memory_bytes=peak_bytes,
-        memory_share=peak_bytes / memory_bytes,
+        peak_memory_bytes=row.peak_memory_bytes["total"],
+        memory_share=row.memory_share,
         compute=row.provenance["compute"],
     )
 

@@ -60,7 +60,7 @@ class Row:
     minibatch_s: float
     samples_per_s_per_device: float
     speedup: float
-    """Over ZeRO-3 with collectives."""
+    """Over ZeRO-3 with collectives, dealt by BASE_POLICY."""
     speedup_ci95: tuple[float, float]
     compute: str
     """Where compute times come from."""

@@ -572,7 +572,7 @@ def models(
     with _one_line_errors():
         from dataclasses import asdict
 
-        from odc_sim.models import builtin_models, load_model, short_count
+        from odc_sim.models import builtin_models, load_model, short_count, source_of
 
         specs = [load_model(known) for known in ([name] if name else builtin_models())]
         counts = ("parameters", "layer_parameters", "root_parameters", "matmul_parameters")
@@ -585,6 +585,9 @@ def models(
                 f"{short_count(spec.layer_parameters):>6}  root {short_count(spec.root_parameters):>6}  "
                 f"hidden {spec.hidden}"
             )
+        if name:
+            embeddings = "tied" if specs[0].tied_embeddings else "untied"
+            typer.echo(f"embeddings {embeddings}; source: {source_of(specs[0].name, name)}")
 
 
 @app.command()

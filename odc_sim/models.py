@@ -175,6 +175,24 @@ BUILT_IN: tuple[ModelSpec, ...] = (
 )
 
 
+SOURCES: Mapping[str, str] = MappingProxyType(
+    {
+        "qwen": "config.json of deepseek-ai/DeepSeek-R1-Distill-Qwen, the paper's models: embeddings are untied in all "
+        "of them (Qwen's own of 1.5B ties them, and has 1.54 B parameters)",
+        "llama": "LLaMA 1, arXiv 2302.13971, table 2, with the vocabulary and MLP widths of its released checkpoints",
+        "tiny": "ours, for tests and demonstrations on a CPU: a Qwen2 in everything but size",
+    }
+)
+"""Of built-in models, by what their names begin with."""
+
+
+def source_of(name: str, path: str) -> str:
+    """Where the shape of the model that is called so comes from; `path`: what it was asked for by."""
+    if name not in builtin_models() or Path(path).exists():
+        return path
+    return next(text for start, text in SOURCES.items() if name.startswith(start))
+
+
 def builtin_models() -> list[str]:
     """Names of the built-in models."""
     return [model.name for model in BUILT_IN]

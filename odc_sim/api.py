@@ -19,7 +19,7 @@ from odc_sim.perturbation import Perturbation
 from odc_sim.plans import Plan
 from odc_sim.policies import POLICIES
 from odc_sim.progress import Progress
-from odc_sim.results import Results, Rival
+from odc_sim.results import Results
 from odc_sim.rivals import odc_is_advised, rivals_of
 from odc_sim.rows import empty_row, row_of
 from odc_sim.schedules import SCHEDULES, Schedule, obstacle
@@ -111,7 +111,7 @@ def run_study(study: Study, progress: Progress = _silent, *, rivals: bool = True
     `rivals`: also try what does without ODC besides the table's rows.
     """
     simulation = _run(study, progress)
-    simulation = replace(simulation, results=_with_rivals(simulation, progress, tried=rivals))
+    simulation = replace(simulation, results=_with_advice(simulation, progress, tried=rivals))
     if not study.stability:
         return simulation
     from odc_sim.stability import with_stability
@@ -120,7 +120,7 @@ def run_study(study: Study, progress: Progress = _silent, *, rivals: bool = True
     return replace(simulation, results=results)
 
 
-def _with_rivals(simulation: Simulation, progress: Progress, *, tried: bool) -> Results:
+def _with_advice(simulation: Simulation, progress: Progress, *, tried: bool) -> Results:
     results, inputs = simulation.results, simulation.inputs
 
     def run(other: Study) -> Results:
@@ -132,19 +132,16 @@ def _with_rivals(simulation: Simulation, progress: Progress, *, tried: bool) -> 
     if odc_is_advised(results) and (not tried or inputs.given is not None):
         why = ", since a plan is given" if tried else ""
         untried = f"Larger microbatches, padding and other sharding were not tried{why}."
-    return replace(results, rivals=found, advice=_advice(results, inputs, found, untried))
-
-
-def _advice(results: Results, inputs: Inputs, rivals: tuple[Rival, ...] = (), untried: str = "") -> str:
-    return advise(
+    advice = advise(
         results.rows,
         results.baseline_row,
         results.bounds.get("speedup"),
         longest_sample_binds(results.bounds),
-        rivals,
+        found,
         untried,
         longest_tokens=int(inputs.lengths.max(initial=0)),
     )
+    return replace(results, rivals=found, advice=advice)
 
 
 def _run(study: Study, progress: Progress, perturbation: Perturbation | None = None) -> Simulation:
@@ -222,13 +219,12 @@ def _results(
             rows.append(row_of(inputs, schedule, policy, made, run, baseline_s, transfers[schedule.name]))
     bounds = bounds_of(inputs, baseline_s)
     statistics = length_stats(inputs.lengths, inputs.groups)
-    results = Results(
+    return Results(
         rows=tuple(rows),
         bounds=bounds,
         baseline=study.baseline,
-        advice="",
+        advice="",  # once rivals were tried
         notes=notes_of(inputs, rows, plans),
         study=study.model_dump(mode="json"),
         lengths={"name": inputs.workload_name, "max_tokens": inputs.max_tokens, **statistics.as_dict()},
     )
-    return replace(results, advice=_advice(results, inputs))

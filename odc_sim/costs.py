@@ -27,7 +27,7 @@ from odc_sim.costs_formula import (
     implied_efficiency,
 )
 from odc_sim.costs_measured import calibrated_costs, measured_models
-from odc_sim.costs_types import ComputeCosts, Provenance, UnitCost, extrapolated
+from odc_sim.costs_types import ComputeCosts, Provenance, UnitCost, extrapolated, provenance_between
 from odc_sim.models import ModelSpec
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ __all__ = [
     "has_fit",
     "implied_efficiency",
     "measured_models",
+    "provenance_between",
 ]
 
 

@@ -133,3 +133,8 @@ def extrapolated(costs: ComputeCosts, longest_microbatch_tokens: int) -> bool:
         return False
     low, high = costs.valid_tokens
     return not low <= longest_microbatch_tokens <= high
+
+
+def provenance_between(costs: ComputeCosts, low: int, high: int) -> str:
+    """Where the times of microbatches of `low` to `high` tokens come from: "extrapolated" where one is outside."""
+    return "extrapolated" if extrapolated(costs, low) or extrapolated(costs, high) else costs.provenance

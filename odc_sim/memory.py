@@ -29,6 +29,11 @@ buffers, cuBLAS's workspaces), 1.750 to 1.773 GB in five runs of `odc train`; te
 driver 580, CUDA 13.0, torch 2.11, NCCL 2.28.9 without NVLS. More ranks or other versions may take more."""
 
 
+def fits_well(share: float) -> bool:
+    """Whether a peak of this part of a device's memory leaves the allocator some room."""
+    return share <= TOO_TIGHT
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecipeBytes:
     """Bytes a parameter of the sharded state. The unsharded unit is bf16 in either recipe."""

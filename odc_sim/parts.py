@@ -4,7 +4,7 @@ from typing import TypedDict
 
 import numpy as np
 
-from odc_sim.costs import extrapolated
+from odc_sim.costs import provenance_between
 from odc_sim.emulation import on_one_stream
 from odc_sim.execution import Load
 from odc_sim.inputs import SHUFFLE_STREAM, Inputs
@@ -12,7 +12,7 @@ from odc_sim.memory import Division, GatherDtype, MemoryEstimate, Recipe, larges
 from odc_sim.memory_moments import Place
 from odc_sim.memory_plan import plan_peak
 from odc_sim.plans import Plan, pad_microbatches
-from odc_sim.policies import lay_out
+from odc_sim.policies import POLICIES, lay_out
 from odc_sim.schedules import Schedule, make_schedule
 from odc_sim.study import Study
 from odc_sim.transfers import TransferCosts, transfer_costs
@@ -22,6 +22,12 @@ def baseline_of(study: Study) -> tuple[str, str]:
     """Schedule and policy that speedups are relative to."""
     schedule, policy = study.baseline.split("/")
     return schedule, policy
+
+
+def resampled_together(study: Study, *policies: str) -> int:
+    """Minibatches that a bootstrap must draw as one: policies of a whole batch move samples between its minibatches."""
+    whole_batch = any(name in POLICIES and POLICIES[name].whole_batch for name in policies)
+    return study.batch_minibatches if whole_batch else 1
 
 
 def schedule_of(study: Study, name: str) -> Schedule:
@@ -133,5 +139,5 @@ def _sizing(study: Study, schedule: str) -> _Sizing:
 def compute_provenance(inputs: Inputs, plan: Plan) -> str:
     """Where a plan's compute times come from: "extrapolated" where a microbatch is beyond what was measured."""
     tokens = plan.tokens()[~plan.padding]
-    ends = (int(tokens.max(initial=0)), int(tokens.min()) if tokens.size else 0)
-    return "extrapolated" if any(extrapolated(inputs.compute, end) for end in ends) else inputs.compute.provenance
+    low, high = (int(tokens.min()), int(tokens.max())) if tokens.size else (0, 0)
+    return provenance_between(inputs.compute, low, high)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from odc_sim.durations import CAUSES
 from odc_sim.errors import InputError, unknown_name
 from odc_sim.header import check_header, header, read_json, rows_as_csv, write_json
-from odc_sim.memory import TOO_TIGHT
+from odc_sim.memory import fits_well
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,7 +69,7 @@ class Row:
     @property
     def fits_well(self) -> bool:
         """Whether it leaves the allocator some room."""
-        return self.memory_share is None or self.memory_share <= TOO_TIGHT
+        return self.memory_share is None or fits_well(self.memory_share)
 
     @property
     def label(self) -> str:
@@ -105,7 +105,7 @@ class Rival:
     @property
     def fits_well(self) -> bool:
         """Whether it leaves the allocator some room."""
-        return self.memory_share <= TOO_TIGHT
+        return fits_well(self.memory_share)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,7 +9,7 @@ from odc_sim.execution import Executed
 from odc_sim.inputs import BOOTSTRAP_STREAM, Inputs
 from odc_sim.metrics import bubble_rate, gpu_hours_saved, idle_causes, idle_rate, mfu, speedup
 from odc_sim.models import model_flops
-from odc_sim.parts import baseline_of, compute_provenance, largest_of, peak_of
+from odc_sim.parts import baseline_of, compute_provenance, largest_of, peak_of, resampled_together
 from odc_sim.plans import Plan
 from odc_sim.policies import POLICIES
 from odc_sim.results import Row
@@ -51,12 +51,10 @@ def row_of(
     study, devices = inputs.study, inputs.study.devices
     used = plan.sample_ids
     seconds = float(run.makespan_s.sum()) * devices
-    # policies of a whole batch move samples between its minibatches, so these are resampled together
-    whole_batch = any(name in POLICIES and POLICIES[name].whole_batch for name in (policy, baseline_of(study)[1]))
     faster = speedup(
         baseline_s,
         run.makespan_s,
-        study.batch_minibatches if whole_batch else 1,
+        resampled_together(study, policy, baseline_of(study)[1]),
         np.random.default_rng([study.seed, BOOTSTRAP_STREAM]),
     )
     memory = peak_of(inputs, plan, schedule.name)

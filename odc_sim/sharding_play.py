@@ -12,10 +12,10 @@ from odc_sim.costs import ComputeCosts
 from odc_sim.errors import InputError
 from odc_sim.execution import Load, execute
 from odc_sim.inputs import Inputs, load_inputs
-from odc_sim.memory import TOO_TIGHT
+from odc_sim.memory import fits_well
 from odc_sim.memory_moments import BF16_BYTES, Alive
 from odc_sim.models import ModelSpec
-from odc_sim.parts import compute_provenance, peak_of, plan_of, schedule_of, transfers_of
+from odc_sim.parts import compute_provenance, load_of, peak_of, plan_of, schedule_of, transfers_of
 from odc_sim.plans import Plan
 from odc_sim.policies import POLICIES
 from odc_sim.sharding import Granularity, Strategy
@@ -97,7 +97,8 @@ def prepare(study: Study) -> "Game":
         root_share=model.root_parameters / model.parameters,
         hides=not inputs.machine.one_stream,
     )
-    dealt = {name: plan_of(inputs, name) for name in dict.fromkeys((BASE_POLICY, *(study.policy or TRIED)))}
+    plans = {name: plan_of(inputs, name) for name in dict.fromkeys((BASE_POLICY, *(study.policy or TRIED)))}
+    dealt = {name: (plan, load_of(inputs, plan)) for name, plan in plans.items()}
     return Game(inputs=inputs, costs=costs, dealt=dealt)
 
 
@@ -107,7 +108,7 @@ class Game:
 
     inputs: Inputs
     costs: Costs
-    dealt: Mapping[str, Plan]
+    dealt: Mapping[str, tuple[Plan, Load]]
 
     def best(self, strategy: Strategy, transport: Transport) -> tuple[Row, Floats]:
         """Under the policy that is fastest, of those that fit (well) if any does; and the seconds of each minibatch."""
@@ -115,14 +116,17 @@ class Game:
         asked = self.inputs.study.policy or TRIED
         able = [name for name in asked if alone or POLICIES[name].equal_counts]
         ran = [self.run(strategy, transport, name) for name in able or [BASE_POLICY]]
-        well_bytes = TOO_TIGHT * self.inputs.machine.cluster.device.memory_bytes
-        return min(ran, key=lambda each: (not each[0].fits, each[0].peak_bytes > well_bytes, each[0].minibatch_s))
+        memory_bytes = self.inputs.machine.cluster.device.memory_bytes
+
+        def order(each: tuple[Row, Floats]) -> tuple[bool, bool, float]:
+            row, _ = each
+            return not row.fits, not fits_well(row.peak_bytes / memory_bytes), row.minibatch_s
+
+        return min(ran, key=order)
 
     def run(self, strategy: Strategy, transport: Transport, policy: str) -> tuple[Row, Floats]:
         """Under one policy; speedups are yet to be told."""
-        plan, study = self.dealt[policy], self.inputs.study
-        load = Load.of(plan, study.device_speed, study.jitter, study.seed)
-        return _run(self.inputs, self.costs, plan, load, strategy, transport)
+        return _run(self.inputs, self.costs, *self.dealt[policy], strategy, transport)
 
 
 def _check(study: Study) -> None:

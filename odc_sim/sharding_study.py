@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from odc_sim.inputs import BOOTSTRAP_STREAM, Inputs
-from odc_sim.memory import TOO_TIGHT
+from odc_sim.memory import fits_well
 from odc_sim.metrics import speedup
-from odc_sim.policies import POLICIES
+from odc_sim.parts import resampled_together
 from odc_sim.progress import Progress
 from odc_sim.sharding import STRATEGIES, Strategy
 from odc_sim.sharding_play import BASE_POLICY, Floats, Row, Transport, prepare
@@ -59,8 +59,8 @@ class ShardingResults:
 
     def _fitting(self, transports: tuple[Transport, ...]) -> list[Row]:
         fitting = [row for row in self.rows if row.fits and (not transports or row.transport in transports)]
-        well_bytes = TOO_TIGHT * self.inputs.machine.cluster.device.memory_bytes
-        return [row for row in fitting if row.peak_bytes <= well_bytes] or fitting
+        memory_bytes = self.inputs.machine.cluster.device.memory_bytes
+        return [row for row in fitting if fits_well(row.peak_bytes / memory_bytes)] or fitting
 
     def row(self, strategy: str, transport: Transport) -> Row:
         """One of them.
@@ -120,8 +120,7 @@ def shard(study: Study, strategies: tuple[Strategy, ...] = STRATEGIES, progress:
     rng = np.random.default_rng([game.inputs.study.seed, BOOTSTRAP_STREAM])
     rows = []
     for row, own_s in ran:
-        whole_batch = POLICIES[row.policy].whole_batch  # then minibatches of a batch are resampled together
-        found = speedup(baseline_s, own_s, game.inputs.study.batch_minibatches if whole_batch else 1, rng)
+        found = speedup(baseline_s, own_s, resampled_together(game.inputs.study, row.policy), rng)
         rows.append(replace(row, speedup=found.value, speedup_ci95=(found.low, found.high)))
     left_out = tuple(s.name for s in wanted if s not in chosen)
     return ShardingResults(inputs=game.inputs, nodes=game.costs.topology.nodes, rows=tuple(rows), left_out=left_out)

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from odc_sim.costs import ComputeCosts, choose_costs, extrapolated
+from odc_sim.costs import ComputeCosts, choose_costs, provenance_between
 from odc_sim.durations import Durations
 from odc_sim.emulation import default_parameters_scale, emulated_shape, executed_costs, on_one_stream, uncontended
 from odc_sim.errors import InputError
@@ -235,7 +235,7 @@ def _repeats_keys(run: Run) -> bool:
 def _provenance(run: Run, compute: ComputeCosts, transfers: TransferCosts) -> dict[str, str]:
     low, high = token_range(run)
     return {
-        "compute": "extrapolated" if extrapolated(compute, low) or extrapolated(compute, high) else compute.provenance,
+        "compute": provenance_between(compute, low, high),
         "transfers": transfers.provenance,
         "optimizer": transfers.optimizer_provenance,
     }
